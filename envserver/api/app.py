@@ -1,7 +1,5 @@
-"""The FastAPI application over one open store: all routes, all middleware, background tasks.
-
-The caller owns the store, which must be open before the first request and until after the last.
-"""
+"""The FastAPI application over one open store: all routes, all middleware, background tasks. The
+caller owns the store, which must be open before the first request and until after the last."""
 
 from __future__ import annotations
 
@@ -36,8 +34,13 @@ from ..http.requests import Json, fill_schemas, schema_later
 from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBodies
 from ..proxy.gate import Gate
 from ..rollouts.policy import Bounds
-from ..runners.registry import RunnerMetrics, RunnerRegistry, count_runners
-from ..runners.routes import runner_beats, runner_posts, runner_routes
+from ..runners.registry import (
+    RunnerMetrics,
+    RunnerRegistry,
+    runner_beats,
+    runner_posts,
+    runner_routes,
+)
 from ..settings.section import describe_fields
 from ..settings.server import AlarmsConfig, RetentionConfig, ServerConfig
 from ..store import Store
@@ -50,7 +53,6 @@ from ..trainers.groups import GroupFilter, GroupSearch
 from ..trainers.live import Follower, Live, engine_rows, live_routes
 from ..trainers.policy import HeldOutEvaluations, PolicyVersion, WeightPause, weight_routes
 from ..trainers.routes import Logins, native_routes
-from ..trainers.runs import FilterWarnings
 from ..trainers.status import AlarmWatch, Recorder, remove_old
 from ..version import __version__
 
@@ -71,7 +73,7 @@ class QueueFull(UsageError):
 
 
 class QueueLimit:
-    """The limit of one server; see `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
+    """See `ServerConfig.max_waiting_groups` and `max_waiting_gb`."""
 
     def __init__(self, store: Store, settings: ServerConfig) -> None:
         self._store = store
@@ -81,7 +83,6 @@ class QueueLimit:
         self._looked_at = -_LOOK_SECONDS
 
     def limited(self, endpoints: Mapping[str, Endpoint]) -> dict[str, Endpoint]:
-        """Returns the endpoints, which answer 429 while too much waits."""
         return {path: self._limited(endpoint) for path, endpoint in endpoints.items()}
 
     def _limited(self, endpoint: Endpoint) -> Endpoint:
@@ -203,15 +204,13 @@ def create_api(
     """Builds the application; parts that are None have no routes.
 
     Args:
-        store: must stay open while the app runs.
         status: JSON-like facts for `GET /v1/status`; called on the event loop, so it must be fast.
         on_policy_version: called with the stored version, and each that a trainer publishes.
         health: parts that must be ready; None: only the store.
-        gate: pauses model calls at the engine; None if this server has no engine.
         include_messages, score_range: how groups of local environments are sent to Atropos
             trainers.
         retention: which delivered groups are deleted from the store; None: none.
-        runners: the registry of runners; None: a new one with the default capacity.
+        runners: None: a new registry with the default capacity.
         alarms: None: by the default thresholds, if there are metrics.
         evaluations: of a held-out split.
     """
@@ -254,10 +253,6 @@ def create_api(
         policy.tell_engines = engines.tell_version
         fleet.changed = lambda: runners.news.tell_engines(engine_list(fleet))
 
-    def present() -> set[str]:
-        joined = {one.env for one in runners.table.known.values()}
-        return joined | atropos.environment_names() | set(orders.names if orders else ())
-
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await atropos.load()
@@ -299,10 +294,8 @@ def create_api(
             store,
             atropos,
             policy,
+            runners,
             settings=settings,
-            joined=lambda: count_runners(runners),
-            present=present,
-            filters=FilterWarnings(store, policy, present),
             set_aside=live.failures.set_aside,
             status=status,
             orders=orders,

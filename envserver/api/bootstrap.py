@@ -2,8 +2,7 @@
 
 While the server starts, health routes answer, browsers get the page, and all other requests get
 503. When the server shuts down, waiting requests (long polls, streams) see a disconnected client,
-so that they finish at once and in order.
-"""
+so that they finish at once and in order."""
 
 from __future__ import annotations
 
@@ -153,7 +152,6 @@ def is_passed(scope: Scope) -> bool:
 
 
 def origin_of(scope: Scope, owner: str) -> bytes:
-    """Returns the header's value for the leader `owner`."""
     host, port = scope.get("client") or ("", 0)
     scheme = "https" if scope.get("scheme") in ("https", "wss") else "http"
     return f"{owner};{scheme};{port};{host}".encode("latin-1", "replace")
@@ -161,8 +159,7 @@ def origin_of(scope: Scope, owner: str) -> bytes:
 
 class FromFollowers:
     """The outermost middleware of a server that leads, or is alone. `owner`: the leader's id; None:
-    it shares no store, so no server follows it.
-    """
+    it shares no store, so no server follows it."""
 
     def __init__(self, app: ASGIApp, owner: str | None) -> None:
         self._app = app
@@ -213,7 +210,6 @@ async def refuse_handshake(answer: Response, send: Send) -> None:
 
 
 def role(leadership: Leadership) -> dict[str, object]:
-    """Returns what `/readyz` says of this server's part."""
     if leadership.leads:
         return {"role": "leader", "leader": leadership.url}
     leader = leadership.leader
@@ -221,7 +217,6 @@ def role(leadership: Leadership) -> dict[str, object]:
 
 
 async def leads_metric(leadership: Leadership) -> Iterable[Metric]:
-    """Returns whether this server leads, and how many follow it."""
     words = "1 if this server leads those that share its store, 0 if it follows"
     found = [gauge("envserver_leader", words, (), single(leadership.leads))]
     if leadership.leads:

@@ -1,8 +1,7 @@
 """What a follower answers with: its own health and metrics, and the leader's answers.
 
 A follower does itself, so that the leader need not: TLS, limits of connections, heads and bodies,
-refusing unknown tokens, inflating posts, compressing answers, the page's files.
-"""
+refusing unknown tokens, inflating posts, compressing answers, the page's files."""
 
 from __future__ import annotations
 
@@ -68,8 +67,6 @@ def no_leader() -> NoLeader:
 
 
 class LeaderLink:
-    """Sends requests to the leader; use with `async with`."""
-
     def __init__(self, leadership: Leadership, settings: ServerConfig) -> None:
         self._leadership = leadership
         self._settings = settings
@@ -422,7 +419,6 @@ class _Exchange:
 def follower_app(
     leadership: Leadership, link: LeaderLink, settings: ServerConfig, lag: LoopLag
 ) -> ASGIApp:
-    """Builds the application."""
     health = Health(lag)
     health.role = partial(role, leadership)
     health.found("leader", link.probe)

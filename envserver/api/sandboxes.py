@@ -3,9 +3,8 @@
     GET /v1/sandboxes               how busy the machine is (sandbox.machine_messages.Load)
     GET /v1/sandboxes (WebSocket)   one sandbox, until the connection ends
 
-What holds: without a token of the role `environment` nothing is told or made; without a tokens file
-only this machine can connect.
-"""
+Without a token of the role `environment` nothing is told or made; without a tokens file only this
+machine can connect."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ _BY_PATH: Final = {rule.path: {rule.method: rule} for rule in RULES}
 def create_sandbox_api(
     machine: SandboxMachine, settings: ServerConfig, metrics: Metrics, health: Health
 ) -> ASGIApp:
-    """Builds the application."""
     app = FastAPI(
         title="envserver sandboxes",
         version=__version__,

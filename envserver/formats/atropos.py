@@ -1,10 +1,8 @@
-"""Converts a group to a scored data group of Atropos.
+"""Converts a group to a scored data group of Atropos: a dict with its 14 keys, ready for JSON.
 
-In: `records.Group`. Out: a dict with Atropos's 14 keys, ready for JSON. A trajectory gives one row
-per sequence, each with the reward of its agent; a trajectory without tokens gives one row of text.
-`masks` has the token id where a row is trained and `NOT_TRAINED` elsewhere, `inference_logprobs`
-the sampled logprob there and `NO_LOGPROB` elsewhere.
-"""
+A trajectory gives one row per sequence, each with the reward of its agent; a trajectory without
+tokens gives one row of text. `masks` has the token id where a row is trained and `NOT_TRAINED`
+elsewhere, `inference_logprobs` the sampled logprob there and `NO_LOGPROB` elsewhere."""
 
 from __future__ import annotations
 
@@ -40,9 +38,8 @@ def group_to_atropos(
     "length", "grid"}; `image_data` has the bytes.
 
     Args:
-        include_messages: give each row the conversation of its agent.
-        score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to
-            [-1, 1].
+        score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to [-1,
+            1].
     """
     rows = _rows_of(group)
     return {
@@ -80,8 +77,8 @@ def _rows_of(group: Group) -> list[tuple[Trajectory, Sequence]]:
 
 
 def expert_rows(group: Group) -> list[str | None] | None:
-    """Returns the routed experts of each row of `group_to_atropos`, as `table_to_text` writes them;
-    None if no row has any."""
+    """Returns the routed experts of each row of `group_to_atropos`, as `table_to_text`
+    writes them."""
     found = [sequence.experts for _, sequence in _rows_of(group)]
     if not any(found):
         return None
@@ -99,7 +96,6 @@ def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | N
 
 
 def _images(rows: list[Sequence]) -> list[list[dict[str, Any]]] | None:
-    """Returns where each row has which images; None if none has any."""
     if not any(row.images for row in rows):
         return None
     return [[msgspec.structs.asdict(image) for image in row.images] for row in rows]

@@ -1,9 +1,7 @@
-"""One rollout, and all rollouts of a group, as the JSON that pages show. Pure.
+"""One rollout, and all rollouts of a group, as the JSON that pages show, without arrays of tokens.
 
-In: a group, as it is stored. Out: JSON-like values without arrays of tokens. Nothing in them is a
-setting of the environment; pictures in messages are links (`images/K` below the rollout's address),
-so that a rollout's size is that of its text; `as_json` of a whole group is bounded.
-"""
+Nothing in them is a setting of the environment; pictures in messages are links (`images/K` below
+the rollout's address), so that a rollout's size is that of its text."""
 
 from __future__ import annotations
 
@@ -54,7 +52,6 @@ def shown_group(group: Group) -> dict[str, Any]:
 
 
 def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
-    """Returns a rollout without the tokens of its rows."""
     links = (f"{link}/images/{number}" for number in itertools.count())
     plain = msgspec.structs.replace(rollout, sequences=[], calls=[], timings=[], printed=[])
     shown: dict[str, Any] = msgspec.to_builtins(plain, enc_hook=str)

@@ -1,8 +1,5 @@
-"""Text that people read: token ids as text, and invisible characters made visible.
-
-The tokenizers are those on this machine, without the network. An id that is not text by itself
-(part of a character, not in the vocabulary) has none.
-"""
+"""Text that people read: token ids as text, and invisible characters made visible. The tokenizers
+are those on this machine. An id that is not text by itself (part of a character) has none."""
 
 from __future__ import annotations
 
@@ -36,21 +33,17 @@ def token_texts(model: str, tokenizer: str = "") -> Callable[[int], str | None]:
             hint="Name a folder that has tokenizer.json.",
         )
     try:
-        return _nothing if folder is None else _texts_of(folder)
+        return _texts_of(folder) if folder is not None else lambda index: None
     except ConfigError:
         if tokenizer:
             raise
-        return _nothing
+        return lambda index: None
 
 
 def _simulated() -> Path:
     from envserver_local.simulated import ASSETS
 
     return ASSETS
-
-
-def _nothing(index: int) -> str | None:
-    return None
 
 
 @functools.lru_cache(maxsize=4)

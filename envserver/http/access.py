@@ -1,8 +1,7 @@
 """Who may do what: the roles of each route, access tokens, and logins of the page.
 
 For a route that is not in the table, everyone but an admin gets 404; `/healthz` needs no token. The
-proxy (`/r/{key}/...`) is another application: each of its paths contains its own key.
-"""
+proxy (`/r/{key}/...`) is another application: each of its paths contains its own key."""
 
 from __future__ import annotations
 
@@ -37,7 +36,6 @@ ENVIRONMENT: Final[Roles] = frozenset({"environment"})
 READERS: Final[Roles] = frozenset({"reader", "trainer"})
 EVERYBODY: Final[Roles] = frozenset({"reader", "trainer", "environment"})
 READABLE: Final[Roles] = READERS | {"admin"}
-"""Roles that may do what a reader may."""
 
 
 class Rule(NamedTuple):
@@ -188,8 +186,6 @@ log = structlog.get_logger(__name__)
 
 
 class Token(BaseModel):
-    """One token, as stored in the file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(pattern=r"^[0-9a-f]{10}$")
@@ -286,8 +282,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 class AccessTokens:
     """The tokens that a running server accepts; the file, which must contain one, is read again
-    when it changes.
-    """
+    when it changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -309,7 +304,6 @@ class AccessTokens:
         return token if token and same and not token.has_expired() else None
 
     def by_id(self, token_id: str) -> Token | None:
-        """Returns the entry with this id; None if it is unknown, expired or revoked."""
         self._refresh()
         known = self._tokens.get(token_id)
         return None if known is None or known.has_expired() else known
@@ -347,6 +341,8 @@ def _hashed(text: str) -> str:
 @contextlib.contextmanager
 def _changed(path: Path) -> Iterator[list[Token]]:
     """Yields the entries; writes them back if the block succeeds. One process at a time."""
+    import yaml
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -354,18 +350,12 @@ def _changed(path: Path) -> Iterator[list[Token]]:
             fcntl.flock(folder, fcntl.LOCK_EX)
             tokens = read_tokens(path) if path.exists() else []
             yield tokens
-            _replace(path, _File(tokens=tokens))
+            tree = _File(tokens=tokens).model_dump(mode="json", exclude_unset=True)
+            replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)
         finally:
             os.close(folder)
     except OSError as error:
         raise ConfigError(f"The tokens file {path} cannot be written: {error.strerror}.") from error
-
-
-def _replace(path: Path, content: _File) -> None:
-    import yaml
-
-    tree = content.model_dump(mode="json", exclude_unset=True)
-    replace_file(path, _HEAD + yaml.safe_dump(tree, sort_keys=False), mode=0o600)
 
 
 # Cookies ignore ports: the name has eight characters made of the key, so that two servers of one
@@ -407,8 +397,7 @@ class Sessions:
     def reader(self, scope: Scope) -> Token | None:
         """Returns the token of the login that the page's request comes with, as a reader's.
 
-        None if there is none, it has ended, or the request is not one of this server's own page.
-        """
+        None if there is none, it has ended, or the request is not one of this server's own page."""
         if not is_own_page(scope):
             return None
         for value in self._values(scope):
@@ -473,10 +462,8 @@ def is_page_read(scope: Scope, rule: Rule | None) -> bool:
 
 
 def is_own_page(scope: Scope) -> bool:
-    """Returns whether a browser sent the request for a page of this very origin.
-
-    Browsers tell so only over HTTPS and to this machine.
-    """
+    """Returns whether a browser sent the request for a page of this very origin. Browsers tell so
+    only over HTTPS and to this machine."""
     sites = [value for name, value in scope["headers"] if name == b"sec-fetch-site"]
     return sites == [b"same-origin"]
 
@@ -488,10 +475,8 @@ def _is_https(scope: Scope) -> bool:
 
 def session_key(tokens_file: Path) -> bytes:
     """Reads the key of logins, which lies beside the tokens file; makes it at the first start.
-
     Where no file can be made (a mounted secret), the key is a new one, and logins end with the
-    server.
-    """
+    server."""
     path = tokens_file.with_name(f"{tokens_file.name}.session-key")
     try:
         return _read_key(path)

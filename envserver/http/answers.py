@@ -2,8 +2,7 @@
 
 Errors are problem details (RFC 9457) under /v1 and in FastAPI's form on the Atropos wire. Every
 EnvserverError has its status; other exceptions are logged and answered with 500, without their
-message.
-"""
+message."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..settings.section import Described
-from .requests import Refused, refusal, schema_later
+from .requests import Refused, refusal, request_body, schema_later
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -72,7 +71,6 @@ def error_answer(
     Args:
         kind: the snake_case name of the error; `about:blank` adds nothing to the status.
         detail: value of "detail" in the Atropos protocol; default: the message.
-        more: additional members of the problem.
     """
     if not is_native(path):
         body = orjson.dumps({"detail": message if detail is None else detail})
@@ -96,6 +94,7 @@ def answer_to(path: str, error: EnvserverError) -> Response:
     if error.hint:
         more["hint"] = error.hint
     errors = error.errors if isinstance(error, Refused) else None
+    seconds = error.detail.get("retry_after_seconds")
     if errors is not None:
         more["errors"] = errors
     return error_answer(
@@ -104,14 +103,9 @@ def answer_to(path: str, error: EnvserverError) -> Response:
         error.message,
         kind=error.kind,
         detail=errors,
-        headers=_when_to_ask_again(error),
+        headers=None if seconds is None else {"retry-after": str(seconds)},
         **{key: value for key, value in more.items() if key not in _RESERVED},
     )
-
-
-def _when_to_ask_again(error: EnvserverError) -> dict[str, str] | None:
-    seconds = error.detail.get("retry_after_seconds")
-    return None if seconds is None else {"retry-after": str(seconds)}
 
 
 _RESERVED: Final = {"type", "title", "status", "detail", "kind", "headers", "path", "message"}
@@ -177,36 +171,39 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
     return Response(body, status, headers, media_type="application/json")
 
 
-def answers(
+def route(
     model: type[BaseModel] | None = None,
     *errors: int,
     status: int = 200,
+    body: type[BaseModel] | None = None,
+    takes_body: bool = False,
     media_types: tuple[str, ...] = (),
-    body: bool = False,
     what: str = "Done.",
-) -> Responses:
-    """Describes the responses of a route for the OpenAPI document.
+    also: Responses | None = None,
+) -> dict[str, Any]:
+    """Returns FastAPI's arguments for a route, which describe it in the OpenAPI document.
 
     Args:
-        model: the JSON body; None if there is none.
+        model: the JSON body of the answer; None if there is none.
         errors: error statuses of this route, in addition to those of every route.
-        status: status on success.
+        status: status on success, which `what` describes; `also`: other answers.
+        body: what `read_body` reads; `takes_body`: adds the errors of bodies without one.
         media_types: binary media types that the route can also return.
-        body: whether the route takes a request body, which adds the errors of bodies.
-        what: description of the success response.
     """
     success: dict[str, Any] = {"description": what}
     if model is not None:
         success["content"] = {"application/json": {"schema": schema_later(model, is_answer=True)}}
     for kind in media_types:
         success.setdefault("content", {})[kind] = {"schema": _BYTES}
-    found: Responses = {status: success}
-    for problem in sorted({*errors, *_ALWAYS, *(_OF_BODIES if body else ())}):
-        found[problem] = {
+    responses: Responses = {status: success}
+    of_bodies = _OF_BODIES if body is not None or takes_body else ()
+    for problem in sorted({*errors, *_ALWAYS, *of_bodies}):
+        responses[problem] = {
             "description": MEANINGS[problem],
             "content": {PROBLEM: {"schema": schema_later(Problem)}},
         }
-    return found
+    extra = {"openapi_extra": request_body(body)} if body is not None else {}
+    return {"status_code": status, "responses": responses | (also or {}), **extra}
 
 
 _BYTES: Final = {"type": "string", "format": "binary"}

@@ -1,10 +1,8 @@
 """Liveness (`/healthz`), readiness (`/readyz`) and metrics (`/metrics`).
 
-A server consists of parts (store, disk, engine, workers, scorers). It is ready when no part is
-starting or down and it is not shutting down; otherwise `/readyz` answers 503 and names the missing
-parts. A full disk is limited, not down: only the leases and acks of trainers make space, and a
-server that is not ready gets no requests in many places.
-"""
+A server is ready when no part (store, disk, engine, workers, scorers) is starting or down and it is
+not shutting down. A full disk is limited, not down: only the leases and acks of trainers make
+space, and a server that is not ready gets no requests in many places."""
 
 from __future__ import annotations
 
@@ -73,11 +71,8 @@ class Health:
         failing: PartState = "down",
         silent: str = f"no answer within {PROBE_SECONDS:g} seconds",
     ) -> None:
-        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on.
-
-        Args:
-            failing: state of the part while its probe gives a reason.
-            silent: the reason if the probe does not answer.
+        """Marks `part` as ready or, with a `probe`, lets the probe decide from now on. `failing`:
+        its state while the probe gives a reason; `silent`: the reason if the probe does not answer.
         """
         if probe is None:
             self._set(part, "ready")
@@ -86,17 +81,14 @@ class Health:
             self.parts.setdefault(part, Part("starting", time.time()))
 
     def drain(self) -> None:
-        """Marks the server as shutting down; it does not become ready again."""
         self._set("server", "draining", "it is stopping")
 
     @property
     def ready(self) -> bool:
-        """Whether all parts worked at the last check."""
         return all(part.state in _WORKING for part in self.parts.values())
 
     @property
     def status(self) -> str:
-        """How a ready server is: "ok", or "limited" if a part is."""
         is_limited = any(part.state == "limited" for part in self.parts.values())
         return "limited" if is_limited else "ok"
 
@@ -107,7 +99,6 @@ class Health:
         await asyncio.shield(self._asking)
 
     async def watch(self) -> None:
-        """Refreshes regularly, until cancelled."""
         while True:
             await self.refresh()
             await asyncio.sleep(WATCH_SECONDS)
@@ -184,11 +175,9 @@ def disk_probe(store: Store) -> Probe:
 
 
 def engine_probe(engine: Engine) -> Probe:
-    """Returns a probe of the engine, which is healthy if at least one replica answers.
-
-    A server whose engines are registered is healthy without any: otherwise a load balancer would
-    let no request through that registers one.
-    """
+    """Returns a probe of the engine, which is healthy if at least one replica answers. A server
+    whose engines are registered is healthy without any: otherwise a load balancer would let no
+    request through that registers one."""
 
     async def probe() -> str:
         replicas = await engine.health()
@@ -233,8 +222,6 @@ _METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "O
 
 
 class Requests:
-    """HTTP requests by route: number, status and duration."""
-
     def __init__(self) -> None:
         self.counts = Counts()
         self.seconds = Labelled(SECONDS)
@@ -254,8 +241,6 @@ class Requests:
 
 
 class Metrics:
-    """All metrics of a server. `requests` counts those of its API."""
-
     def __init__(self) -> None:
         self.requests = Requests()
         self._sources: list[Source] = [_build, Resources().families, self.requests.families]
@@ -264,8 +249,6 @@ class Metrics:
         self._sources.append(source)
 
     def watch(self, lag: LoopLag, health: Health) -> None:
-        """Adds the event loop's lag and the state of the parts."""
-
         async def families() -> Iterable[Metric]:
             ready = [((name,), float(one.state == "ready")) for name, one in health.parts.items()]
             return [
@@ -295,8 +278,6 @@ class Metrics:
 
 
 class _Read:
-    """A registry over metrics that were already collected."""
-
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
 
@@ -321,8 +302,6 @@ def metric_routes(metrics: Metrics) -> APIRouter:
 
 
 class CountedRequests:
-    """The outermost middleware: counts all requests."""
-
     def __init__(self, app: ASGIApp, requests: Requests) -> None:
         self._app = app
         self._requests = requests

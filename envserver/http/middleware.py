@@ -2,8 +2,7 @@
 
 Without a valid token the response is 401, with another role 403, above the quota 429. A response
 never reveals whether a token exists, has expired or was revoked, nor, without a token, which routes
-exist. A stream or a WebSocket ends when its token is revoked.
-"""
+exist. A stream or a WebSocket ends when its token is revoked."""
 
 from __future__ import annotations
 
@@ -11,10 +10,9 @@ import ipaddress
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from envserver_records.errors import UsageError
@@ -25,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..settings.server import Quota, is_loopback
 from ..telemetry.redaction import Bucket
 from .access import AccessTokens, Rule, Sessions, Token, is_page_read, rules_of
-from .answers import error_answer
+from .answers import answer_to, error_answer
 
 _MEGABYTE: Final = 1_000_000
 _MOST_ADDRESSES: Final = 4096
@@ -43,8 +41,6 @@ class TooManyRequests(UsageError):
 
 
 class Usage:
-    """Usage of the quota of one access token."""
-
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._requests = self._bytes = None
@@ -57,7 +53,6 @@ class Usage:
         self.open_streams = 0
 
     def begin(self, *, is_stream: bool) -> None:
-        """Counts a request."""
         now = time.monotonic()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
             raise TooManyRequests("This access token has moved as many bytes as it may.", wait)
@@ -71,17 +66,13 @@ class Usage:
                 raise TooManyRequests(f"This access token has {most} open streams already.", 1)
             self.open_streams += 1
 
-    def end_stream(self) -> None:
-        self.open_streams -= 1
-
     def moved(self, size: int) -> None:
-        """Counts bytes of a body, sent or received."""
         if self._bytes is not None and size:
             self._bytes.take(size, time.monotonic())
 
 
 class Usages:
-    """Usage of all access tokens, by token id. `quota`: for tokens without a quota of their own."""
+    """Usage of all access tokens, by id. `quota`: for tokens without a quota of their own."""
 
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
@@ -102,8 +93,7 @@ class Usages:
 
 class Strangers:
     """Limits requests without a valid token per address: 20 at once, then one every two seconds. An
-    IPv6 /64 network counts as one address.
-    """
+    IPv6 /64 network counts as one address."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -158,8 +148,8 @@ class Access:
     """Lets only authorized requests through.
 
     Args:
-        sessions: logins of the page; None: requests without a token go on to a server that
-            knows them.
+        sessions: logins of the page; None: requests without a token go on to a server that knows
+            them.
         quota: of tokens without one of their own.
         rules: the roles of the application's routes, by path; see `rules_of`.
     """
@@ -202,8 +192,12 @@ class Access:
             await _refuse(error, scope, receive, send)
             return
         passing = _Passing(self._tokens, token, usage, receive, send)
-        with _counted(usage, is_stream), structlog.contextvars.bound_contextvars(client=token.name):
-            await self._app(scope, passing.receive, passing.send)
+        try:
+            with structlog.contextvars.bound_contextvars(client=token.name):
+                await self._app(scope, passing.receive, passing.send)
+        finally:
+            if is_stream:
+                usage.open_streams -= 1
 
     def _admitted(self, scope: Scope, rule: Rule | None) -> Token:
         sent = _bearer(scope)
@@ -257,15 +251,6 @@ def _size(message: Message) -> int:
     return len(message.get("body") or message.get("bytes") or message.get("text") or b"")
 
 
-@contextmanager
-def _counted(usage: Usage, is_stream: bool) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if is_stream:
-            usage.end_stream()
-
-
 def _check_role(token: Token, rule: Rule | None, *, known: bool) -> None:
     if token.role == "admin" or (rule is None and known):
         return  # the path does not have this method: the route answers that itself
@@ -290,27 +275,18 @@ def _bearer(scope: Scope) -> str:
 
 
 async def _refuse(error: UsageError, scope: Scope, receive: Receive, send: Send) -> None:
-    headers = {"cache-control": "no-store"}
+    answer = answer_to(scope["path"], error)
+    answer.headers["cache-control"] = "no-store"
     if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = 'Bearer realm="envserver"'
-    if isinstance(error, TooManyRequests):
-        headers["retry-after"] = str(error.detail["retry_after_seconds"])
-    more: dict[str, Any] = dict(error.detail)
-    if error.hint:
-        more["hint"] = error.hint
-    answer = error_answer(
-        scope["path"], error.status, error.message, kind=error.kind, headers=headers, **more
-    )
+        answer.headers["www-authenticate"] = 'Bearer realm="envserver"'
     await answer(scope, receive, send)
 
 
 class KnownNames:
-    """Refuses requests whose Host header is not one of the server's names.
+    """Refuses requests whose Host header is not one of loopback's or the server's `names`.
 
     Prevents DNS rebinding: an attacker can make a domain resolve to this machine; a browser then
-    treats a page of that domain as the same origin as this server and lets it read everything.
-    `names`: host names in addition to those of loopback.
-    """
+    treats a page of that domain as the same origin as this server and lets it read everything."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self._app = app

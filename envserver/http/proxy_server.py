@@ -2,8 +2,7 @@
 
 A connection belongs to an attempt once the head of its first request has come, with the attempt's
 key in its path. Connections that have sent no key yet are bounded for each socket. Heads and bodies
-have the limits of the public server.
-"""
+have the limits of the public server."""
 
 from __future__ import annotations
 
@@ -26,11 +25,10 @@ from ..proxy.egress import Egress
 from ..proxy.egress_rules import MOST_HEAD_BYTES, asks_a_proxy
 from ..proxy.server import Proxy, error_answer
 from ..settings.server import ServerConfig
-from .server import BoundedHttp, HttpBounds, RunningServer, TooSlow, last_answer, serve_api
+from .server import BoundedHttp, RunningServer, TooSlow, last_answer, serve_api
 
 _WITHOUT_KEY: Final = 1024
-"""Connections to the socket of all workers that have sent no key yet; honest ones send it at once.
-"""
+"""Connections to the socket of all workers that have sent no key; honest ones send it at once."""
 _SHORT_OF: Final = 0.75
 """Share of all descriptors from which on they are few."""
 
@@ -137,8 +135,6 @@ class AgentHttp(BoundedHttp):
 
 
 class ProxyServer:
-    """The proxy on its sockets, made by `serve_proxy`."""
-
     def __init__(self, running: RunningServer, proxy: Proxy, http: Any, few_from: float) -> None:
         self._running = running
         self._proxy = proxy
@@ -155,9 +151,7 @@ class ProxyServer:
 
     async def serve_worker(self, listener: socket.socket) -> asyncio.AbstractServer:
         """Also serves on the socket of one sandboxed worker, until the returned server is closed.
-
-        At most `max_connections` of it may have sent no key.
-        """
+        At most `max_connections` of it may have sent no key."""
         most = self._proxy.bounds.max_connections
         place = _Listener(self._proxy, most, min(most, KEPT_CONNECTIONS), self._few_from)
         return await self._running.also_on(listener, partial(self._http, listener=place))
@@ -167,22 +161,18 @@ class ProxyServer:
 
 
 async def serve_proxy(
-    proxy: Proxy, http: HttpBounds | None = None, *, port: int = 0
+    proxy: Proxy, http: ServerConfig | None = None, *, port: int = 0
 ) -> ProxyServer:
-    """Serves `proxy` on a port of the loopback address; raises like `serve_api`.
-
-    Args:
-        port: 0: a free one.
-        http: sizes and times of requests; default: those of `ServerConfig`.
-    """
+    """Serves `proxy` on a port (0: a free one) of the loopback address. `http`: sizes and times of
+    requests; default: those of `ServerConfig`."""
     descriptors = raise_open_files()
     few_from = _SHORT_OF * descriptors
-    bounds = http or HttpBounds.of(ServerConfig())
+    bounds = (http or ServerConfig()).model_copy(update={"max_connections": descriptors})
     kind: Callable[..., AgentHttp] = AgentHttp
     if proxy.egress is not None:
         kind = partial(EgressHttp, egress=proxy.egress)
     # The number of connections is bounded here, for each attempt.
-    of_all = partial(kind, bounds=dataclasses.replace(bounds, max_connections=descriptors))
+    of_all = partial(kind, bounds=bounds)
     least = min(_WITHOUT_KEY, descriptors // 16)
     shared = _Listener(proxy, _WITHOUT_KEY, least, few_from, is_shared=True)
     running = await serve_api(

@@ -1,8 +1,7 @@
 """Reads raw request bodies, validates them once, and detects clients that disconnect.
 
 A validation error names its place in exactly FastAPI's form (`{"type", "loc", "msg", "input"}` and
-sometimes `"ctx"`), and echoes at most a few hundred characters of the input.
-"""
+sometimes `"ctx"`), and echoes at most a few hundred characters of the input."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, Final, Self, TypeVar
 
 import orjson
@@ -31,16 +31,14 @@ Json = dict[str, Any]
 
 def schema_later(model: type[BaseModel], *, is_answer: bool = False) -> Json:
     """Returns a reference that `fill_schemas` replaces. `is_answer`: the schema becomes a
-    component, in which fields with a default are required.
-    """
+    component, in which fields with a default are required."""
     mode = "serialization" if is_answer else "validation"
     return {"$ref": f"{_LATER}{mode}/{model.__module__}/{model.__qualname__}"}
 
 
 def fill_schemas(part: Any, components: Json) -> None:
     """Replaces the references of `schema_later` in `part`, and moves nested schemas (`$defs`) to
-    `components`.
-    """
+    `components`."""
     if isinstance(part, list):
         for each in part:
             fill_schemas(each, components)
@@ -73,6 +71,7 @@ def _add(name: str, schema: Json, components: Json) -> None:
         fill_schemas(schema, components)
 
 
+M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 _MOST_ERRORS: Final = 100
@@ -80,12 +79,10 @@ _LONGEST_INPUT: Final = 1000
 _LONGEST_NAME: Final = 200
 _MOST_READ_TWICE: Final = 1_000_000
 _MOST_VALUES: Final = 20_000_000
-"""Maximum number of values in a body; each can take a hundred bytes of memory while it is parsed.
-"""
+"""Maximum number of values in a body; each can take a hundred bytes while it is parsed."""
 
 SERVER_ENDS: Final = "envserver.server_ends"
-"""Key in an `http.disconnect` message: the server is shutting down; the client is still connected.
-"""
+"""Key in an `http.disconnect` message: the server is shutting down; the client is still there."""
 
 ABORT: Final = "envserver.abort"
 """Extension of a scope: its `abort` closes the connection at once, with what waits to be sent."""
@@ -122,8 +119,12 @@ def refusal(kind: str, place: Sequence[str | int], message: str, value: object) 
     return {"type": kind, "loc": loc, "msg": message, "input": shown(value)}
 
 
-async def read_body(request: Request, wanted: TypeAdapter[T]) -> T:
-    return parse_body(await request.body(), wanted)
+_adapter: Final[Callable[[Any], TypeAdapter[Any]]] = lru_cache(TypeAdapter)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    body: M = parse_body(await request.body(), _adapter(model))
+    return body
 
 
 def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
@@ -139,9 +140,7 @@ def parse_body(raw: bytes, wanted: TypeAdapter[T]) -> T:
 
 
 def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, Any]:
-    """Describes the request body in the OpenAPI document: bodies are read raw, so FastAPI cannot
-    infer it.
-    """
+    """Describes a body in the OpenAPI document: it is read raw, so FastAPI cannot infer it."""
     schema = schema_later(model)
     if listed:
         schema = {"type": "array", "items": schema}
@@ -150,8 +149,7 @@ def request_body(model: type[BaseModel], *, listed: bool = False) -> dict[str, A
 
 def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> UsageError:
     """Returns the error that FastAPI would report, which is that of Python's own JSON parser. For
-    large bodies the error has pydantic's wording.
-    """
+    large bodies the error has pydantic's wording."""
     large = len(raw) > _MOST_READ_TWICE
     found = error.errors(include_url=False, include_input=not large)
     if "recursion limit" in found[0]["msg"]:
@@ -243,14 +241,11 @@ class Hangup:
         return self._task.done()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Calls `call` once the client has disconnected."""
         self._task.add_done_callback(lambda task: call())
 
     async def wait(self, *others: asyncio.Task[Any], seconds: float) -> None:
         """Waits until the client disconnects, one of `others` is done, or `seconds` have passed.
-
-        Cancels the remaining `others` and raises the exception of a failed one.
-        """
+        Cancels the remaining `others` and raises the exception of a failed one."""
         try:
             await asyncio.wait(
                 {self._task, *others}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -269,7 +264,6 @@ class Hangup:
 
 
 def key_of(request: Request) -> str | None:
-    """Returns the request's Idempotency-Key; None if absent."""
     key = request.headers.get("idempotency-key")
     if key and len(key) > _LONGEST_KEY:
         raise InputError("The Idempotency-Key is too long.", place="Idempotency-Key")

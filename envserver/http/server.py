@@ -1,14 +1,9 @@
 """Serves an application over HTTP in the caller's event loop, with limits of connections.
 
-    running = await serve_api(app, "127.0.0.1", 0)
-    ...
-    await running.close()
-
 Without access tokens, only this machine may connect. With server settings, the number of
 connections is limited, heads in size, number and time, and bodies in time: a client that exceeds a
 limit gets an error (431, 414, 408, 429 or 503) and is disconnected. When the certificate changes on
-disk, new connections use the new one.
-"""
+disk, new connections use the new one."""
 
 from __future__ import annotations
 
@@ -17,7 +12,6 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -47,7 +41,6 @@ class Lifespan:
         self._started = asyncio.Event()
 
     async def start(self) -> None:
-        """Waits until the application has started."""
         scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}}
         self._task = asyncio.ensure_future(self._live(scope))
         self._requests.put_nowait({"type": "lifespan.startup"})
@@ -80,11 +73,8 @@ _MOST_BYTES: Final = 64 * 1024
 
 
 class JoinedWrites:
-    """A transport that joins writes; everything else is done by the transport that it is given.
-
-    What is written in one turn of the event loop goes out at its end, or as soon as it is 64 KB.
-    The order of writes, and of closing, stays.
-    """
+    """A transport that joins writes: what is written in one turn of the event loop goes out at its
+    end, or as soon as it is 64 KB. The order of writes, and of closing, stays."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
@@ -93,7 +83,6 @@ class JoinedWrites:
         self._size = 0
 
     def write(self, data: bytes) -> None:
-        """Writes `data` at the end of this turn of the loop."""
         if not self._parts:
             self._loop.call_soon(self._flush)
         self._parts.append(data)
@@ -133,23 +122,6 @@ _MOST_PIPELINED: Final = 16
 """Requests that were sent before the one in front of them was answered; hardly any client does."""
 
 
-@dataclass(frozen=True)
-class HttpBounds:
-    """Connection limits; see the settings of the same names (`ServerConfig`)."""
-
-    max_connections: int
-    max_header_bytes: int
-    max_headers: int
-    max_url_bytes: int
-    header_seconds: float
-    body_idle_seconds: float
-    body_seconds: float
-
-    @classmethod
-    def of(cls, settings: ServerConfig) -> HttpBounds:
-        return cls(**{name: getattr(settings, name) for name in cls.__dataclass_fields__})
-
-
 class TooSlow(UsageError):
     kind, status = "too_slow", 408
 
@@ -171,15 +143,13 @@ class TooManyPipelined(UsageError):
 
 
 class BoundedHttp(JoinedHttp):
-    """One connection. Its phase is idle, reading headers, or reading a body.
-
-    Subclasses may override `head_came` and `answer_to`.
-    """
+    """One connection. Its phase is idle, reading headers, or reading a body. Subclasses may
+    override `head_came` and `answer_to`."""
 
     most_discarded = 1 << 20
     """Bytes of a body that are still read after its answer; then the connection is closed."""
 
-    def __init__(self, *args: Any, bounds: HttpBounds, **more: Any) -> None:
+    def __init__(self, *args: Any, bounds: ServerConfig, **more: Any) -> None:
         super().__init__(*args, **more)
         self._bounds = bounds
         self._phase: Literal["idle", "head", "body"] = "idle"
@@ -340,8 +310,6 @@ _Seen = tuple[tuple[int, int, int], ...]
 
 
 class Certificates:
-    """The certificates of a server; `settings` must name a certificate."""
-
     def __init__(self, settings: ServerConfig) -> None:
         self._settings = settings
         self._in_use: _Seen = ()
@@ -384,7 +352,6 @@ class Certificates:
                 last_problem = str(error)
 
     def _changed(self) -> ssl.SSLContext | None:
-        """Returns a new context if the files have changed, else None."""
         try:
             if self._look() == self._in_use:
                 return None
@@ -445,7 +412,6 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """`http://host:port`, or `https://` with a certificate."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'https' if self._server.config.ssl else 'http'}://{host}:{self.port}"
 
@@ -499,7 +465,6 @@ class _Server(uvicorn.Server):
             server.close()
 
     def protocol(self, http: HttpFactory | None = None) -> asyncio.Protocol:
-        """Creates the protocol for one connection, as uvicorn does for its own sockets."""
         return (http or self.config.http_protocol_class)(  # type: ignore[call-arg]  # uvicorn types the class as any Protocol
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
@@ -574,7 +539,7 @@ def _configured(
     more: dict[str, Any] = {"http": http or JoinedHttp, "ws": "none", "proxy_headers": False}
     if settings is not None:
         more = {
-            "http": partial(BoundedHttp, bounds=HttpBounds.of(settings)),
+            "http": partial(BoundedHttp, bounds=settings),
             "ws": _websocket,
             "ws_max_size": min(settings.max_body_bytes, _LARGEST_FRAME),
             # OpenEnv's sessions have none, but a limit of silence: a client that trains may not
@@ -602,7 +567,6 @@ def _websocket(*args: Any, **kwargs: Any) -> asyncio.Protocol:
 
 
 def require_loopback(host: str) -> None:
-    """Raises ConfigError if other machines could connect to `host`."""
     if not is_loopback(host):
         raise ConfigError(
             f"Without access tokens the server does not listen at {host or 'every address'}.",

@@ -1,8 +1,5 @@
-"""Middlewares that limit, decompress and compress bodies, and shorten the way of posts.
-
-A request's body uses at most `max_body_bytes` of memory, before or after decompression. Large
-bodies are handled in a thread.
-"""
+"""Middlewares that limit, decompress and compress bodies, and shorten the way of posts. A body uses
+at most `max_body_bytes` of memory, before or after decompression."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class BadGzip(UsageError):
 
 
 def inflate(body: bytes, most: int) -> bytes:
-    """Decompresses a gzip body of one or more members."""
     parts: list[bytes] = []
     room = most
     for _ in range(_MOST_MEMBERS):
@@ -90,8 +86,7 @@ def _too_large(most: int) -> TooLargeError:
 
 class RequestBodies:
     """Reads each request's body whole, refuses one that is too large, and decompresses gzip.
-    `smaller`: limits of some paths, instead of `max_body_bytes`.
-    """
+    `smaller`: limits of some paths, instead of `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int, smaller: Mapping[str, int]) -> None:
         self._app = app
@@ -118,8 +113,7 @@ class RequestBodies:
         self, headers: Headers, receive: Receive, most: int
     ) -> tuple[bytes, bytes | None] | None:
         """Returns the body, and its gzip form if it came as one member; None if the client has
-        disconnected.
-        """
+        left."""
         if header_number(headers.get("content-length", "")) > most:
             raise _too_large(most)
         chunks: list[bytes] = []
@@ -157,8 +151,7 @@ async def _refuse(error: EnvserverError, scope: Scope, receive: Receive, send: S
 
 def _make_plain(scope: Scope, length: int) -> None:
     """Describes the decompressed body in the request's scope. Changes the scope itself, because
-    outer middlewares read the route from it.
-    """
+    outer middlewares read the route from it."""
     kept = [
         (name, value)
         for name, value in scope["headers"]
@@ -180,9 +173,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 class CompressedAnswers:
     """Compresses responses of 1000 bytes or more with gzip, level 1, for clients that accept it.
-
-    Streamed and binary responses are sent unchanged.
-    """
+    Streamed and binary responses are sent unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -263,8 +254,7 @@ class _Post(NamedTuple):
 
 class DirectPosts:
     """The innermost middleware. `endpoints`: POST endpoints by the path of their route; path
-    parameters in braces become the request's `path_params`.
-    """
+    parameters in braces become the request's `path_params`."""
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
         self._app = app

@@ -3,8 +3,7 @@
 Each request is answered once, however many runners are lost: what a lost runner had is dealt again,
 and what the run no longer wants is cancelled where it is made. A runner says with each `take` what
 it holds, so an answer that it never got is dealt again, too. A request that the server cannot
-answer now is repeated until it is answered.
-"""
+answer now is repeated until it is answered."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ class Take(msgspec.Struct, frozen=True):
     """Asks for requests.
 
     Args:
-        runner: its name.
         free: how many more groups it could make at a time.
         holding: ids of the groups that it has, or has sent without an answer yet.
         waiting: how many of its calls wait for the engine.
@@ -72,13 +70,8 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Dealt(msgspec.Struct, frozen=True):
-    """Answer to `Take`.
-
-    Args:
-        requests: further groups to make.
-        cancelled: groups that it holds and that are no longer wanted.
-        drain: it gets nothing further, and may leave when it holds nothing.
-    """
+    """Answer to `Take`. `cancelled`: groups that it holds and that are no longer wanted; `drain`:
+    it gets nothing further, and may leave when it holds nothing."""
 
     requests: list[GroupRequest] = []
     cancelled: list[str] = []
@@ -117,13 +110,8 @@ class _Work:
 
 
 class Dealer:
-    """Open requests, and who has which.
-
-    Args:
-        poll_seconds: how long a runner waits for an answer.
-        runners: returns how many runners there are, also those that only start: none gets more than
-            its part of the open groups.
-    """
+    """Open requests, and who has which. `runners`: returns how many there are, also those that only
+    start: none gets more than its part of the open groups."""
 
     def __init__(
         self,
@@ -154,7 +142,6 @@ class Dealer:
         return any(self._calls_waiting.values())
 
     async def make(self, request: GroupRequest) -> Made:
-        """Has `request` made by a runner; waits until one has."""
         work = _Work(request)
         self._open[request.group_id] = work
         self._waiting.append(work)
@@ -227,10 +214,8 @@ class Dealer:
         return Dealt(requests, cancelled, draining)
 
     def _take_back(self, runner: str, holding: Collection[str], *, is_silent: bool = False) -> None:
-        """Deals again what `runner` had and no longer holds.
-
-        What it never said that it holds was in an answer that it did not wait for: no loss.
-        """
+        """Deals again what `runner` had and no longer holds. What it never said that it holds was
+        in an answer that it did not wait for: no loss."""
         for group_id, work in self._open.items():
             if work.runner != runner or work.made.done():
                 continue
@@ -253,12 +238,9 @@ class Dealer:
         self._change = asyncio.Event()
 
     async def _changed(self, seconds: float) -> None:
-        change = self._change
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await change.wait()
-        except TimeoutError:
-            return
+                await self._change.wait()
 
 
 def dealing_app(dealer: Dealer, token: str) -> Starlette:
@@ -266,8 +248,7 @@ def dealing_app(dealer: Dealer, token: str) -> Starlette:
 
     GET  /v1/work         how groups are to be made
     POST /v1/work/take    requests for groups, when there are some; says what the runner holds
-    POST /v1/work/made    a group, or why there is none
-    """
+    POST /v1/work/made    a group, or why there is none"""
     from starlette.applications import Starlette
     from starlette.requests import ClientDisconnect
     from starlette.responses import Response
@@ -314,18 +295,14 @@ _REQUEST_SECONDS: Final = 60.0
 
 
 class DealtLink:
-    """The connection of a runner to the server that deals; made by `dealt_link`."""
-
     def __init__(self, http: httpx.AsyncClient, name: str) -> None:
         self._http = http
         self._name = name
 
     async def rules(self) -> Rules:
-        """Returns how groups are to be made."""
         return await self._ask("GET", WORK, Rules)
 
     async def take(self, free: int, holding: list[str], waiting: int) -> Dealt:
-        """Returns requests when there are some; see `Take`."""
         body = pack(Take(self._name, free, holding, waiting))
         return await self._ask("POST", f"{WORK}/take", Dealt, body)
 
@@ -358,12 +335,6 @@ class DealtLink:
 async def dealt_link(
     url: str, name: str, *, token: str, tls: ssl.SSLContext | None
 ) -> AsyncIterator[DealtLink]:
-    """Opens the connection.
-
-    Args:
-        name: of this runner.
-        tls: how to verify the server's certificate; None: the system's defaults.
-    """
     headers = {"authorization": f"Bearer {token}", "content-type": MSGPACK}
     async with AsyncServersClient(
         url, timeout=_REQUEST_SECONDS, headers=headers, verify=tls or True

@@ -2,8 +2,7 @@
 
 A request that the server cannot answer is retried with growing delays until it succeeds, so no
 finished group is lost while this process lives. If the server no longer knows the runner, it
-registers again under its name, which a file keeps across restarts.
-"""
+registers again under its name, which a file keeps across restarts."""
 
 from __future__ import annotations
 
@@ -69,8 +68,6 @@ class _Waiting(NamedTuple):
 
 
 class GroupPoster:
-    """Posts groups through `send`; must be closed with `close`."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         self._waiting: list[_Waiting] = []
@@ -138,11 +135,8 @@ class RunnerGate(Gate):
 
     Without contact to the server, a runner cannot know which policy version its engine serves. So
     its calls wait, and tokens sampled in the meantime are discarded and sampled again: no token is
-    labelled with a wrong version.
-
-    Attributes:
-        longest_silence_seconds: time after the last response during which calls still pass.
-    """
+    labelled with a wrong version. `longest_silence_seconds`: time after the last response during
+    which calls still pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +146,6 @@ class RunnerGate(Gate):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the server was heard from recently."""
         return time.monotonic() - self._heard_at <= self.longest_silence_seconds
 
     def hear(self, asked_at: float) -> None:
@@ -162,7 +155,6 @@ class RunnerGate(Gate):
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Like `Gate.passing`."""
         while not self.is_fresh:
             self._heard.clear()
             await self._heard.wait()
@@ -219,8 +211,6 @@ class Unreachable(EnvserverError):
 
 
 class SessionLost(EnvserverError):
-    """The server does not know this runner."""
-
     kind = "session_lost"
 
 
@@ -293,7 +283,6 @@ class Link:
                 await self._say_goodbye()
 
     async def live(self) -> None:
-        """Sends heartbeats until cancelled."""
         while True:
             self._urgent.clear()
             polling = asyncio.create_task(self._patiently(self._beat))
@@ -310,7 +299,6 @@ class Link:
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
     async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:
-        """Waits until another group may be begun."""
         while open_groups() >= self._news.room or self._news.drain:
             if self._said.open < self._news.room:
                 self.hurry()  # the server believes that there is free capacity
@@ -319,8 +307,7 @@ class Link:
 
     async def post(self, body: bytes) -> None:
         """Posts a packed group, with `messages.compressed` or not; returns when the server has it
-        on disk. Groups posted while a request is running share the next request.
-        """
+        on disk. Groups posted while a request is running share the next request."""
         await self._posts.put(body)
 
     async def _post(self, bodies: Sequence[bytes]) -> list[InputError | None]:
@@ -466,8 +453,7 @@ class Link:
 
     async def _register_again(self, lost: Welcome | None) -> None:
         """Registers again, unless that has already happened. Not cancelled halfway, because the
-        server may already have issued a new session key.
-        """
+        server may already have issued a new session key."""
         if self._session is not lost:
             return
         if self._registering is None or self._registering.done():
@@ -567,13 +553,9 @@ _ASKED_AT_ONCE = 1024
 def missing_requests(
     requests: Iterator[GroupRequest], known: Callable[[list[str]], set[str]], stored: int
 ) -> Iterator[GroupRequest]:
-    """Yields the requests whose groups the server does not have, in order.
-
-    Args:
-        known: returns which of these groups the server has; may block.
-        stored: number of groups of the stream that the server has; until all of them have been
-            found, requests are read ahead and looked up in batches.
-    """
+    """Yields the requests whose groups the server does not have, in order. Until all `stored`
+    groups of the stream have been found, requests are read ahead and looked up by `known` (may
+    block) in batches."""
     while stored > 0:
         ahead = list(itertools.islice(requests, min(_ASKED_AT_ONCE, stored)))
         if not ahead:
@@ -592,7 +574,6 @@ class RemoteSink:
         self._open_groups = open_groups
 
     async def put(self, group: Group) -> None:
-        """Waits until the server has `group` on disk, however long that takes."""
         await self._link.post(await asyncio.to_thread(lambda: compressed(pack(group))))
 
     async def known(self, group_ids: list[str]) -> set[str]:
@@ -600,7 +581,6 @@ class RemoteSink:
         return set()
 
     async def wait_for_capacity(self) -> None:
-        """Waits until the server has capacity for another group."""
         await self._link.wait_for_capacity(self._open_groups)
 
 
@@ -621,13 +601,8 @@ def default_name(environment: str) -> str:
 
 @contextlib.contextmanager
 def held_identity(folder: Path, *, name: str | None, default: str) -> Iterator[Identity]:
-    """Holds the identity of this process while the context is open.
-
-    Args:
-        folder: folder of the identity files.
-        name: chosen by the user; None: `default`, with -2, -3, ... appended if another process
-            has that name.
-    """
+    """Holds the identity of this process while the context is open. `name`: chosen by the user;
+    None: `default`, with -2, -3, ... appended if another process has that name."""
     names = [name] if name else [default, *(f"{default}-{n}" for n in range(2, _MOST_NAMES))]
     for one in names:
         file = _opened(folder / f"{one}.json")

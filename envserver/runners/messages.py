@@ -1,7 +1,6 @@
 """Messages between runners and the server, as JSON under /v1/environments.
 
-Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`.
-"""
+Groups are sent as MessagePack (`records.pack`), see `GROUP_MSGPACK`."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import orjson
 from envserver_records.tasks import Split
-from envserver_records.zstd import zstd
 from pydantic import AfterValidator, ConfigDict, Field
 
 from ..settings.section import Described
+from ..store import packed
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
@@ -37,7 +36,6 @@ Counts = Annotated[dict[Annotated[str, Field(max_length=128)], Count], Field(max
 
 
 def check_can_be_shown(value: dict[str, Any]) -> dict[str, Any]:
-    """Returns `value`, which responses will repeat."""
     try:
         size = len(orjson.dumps(value))
     except TypeError as error:
@@ -106,8 +104,7 @@ class Pause(_Message):
 class ToldEngine(_Message):
     """An engine of the server, which its runners may call.
 
-    The fields but `url` are those of `models.replicas.Registration`.
-    """
+    The fields but `url` are those of `models.replicas.Registration`."""
 
     url: str
     version: int | None = None
@@ -135,12 +132,10 @@ class News(_Message):
     """Whether to begin no more groups, and leave once the open ones are posted."""
     next_seconds: float | None = None
     """How long the next heartbeats should wait for news. Only for a runner that registered with
-    `understands=next_seconds`: a runner of an older version refuses the unknown field.
-    """
+    `understands=next_seconds`: a runner of an older version refuses the unknown field."""
     engines: EngineList | None = None
     """The server's engines, if they have changed. Only for a runner that registered with
-    `understands=engines`.
-    """
+    `understands=engines`."""
 
 
 class Refused(_Message):
@@ -161,8 +156,7 @@ class Accepted(News):
 
 class Heartbeat(_Message):
     """A runner's status, and what it knows; the server answers when there is news, or after
-    `wait_seconds`.
-    """
+    `wait_seconds`."""
 
     open: Count = 0
     """Groups in progress or waiting to be posted."""
@@ -202,31 +196,19 @@ class GroupIds(_Message):
 
 
 GROUP_LIST_MSGPACK: Final = "application/vnd.envserver.group-list+msgpack"
-"""Media type of a post of several groups, which costs the server much less than many requests.
-
-A MessagePack array of binaries. Each is a group as packed by `records.pack`, or the same as one
-zstd frame with its size and checksum, which the server stores unchanged.
-"""
+"""Media type of a post of several groups, which costs the server much less than many requests: a
+MessagePack array of binaries, each a group as packed by `records.pack`, or the same as one zstd
+frame with its size and checksum, which the server stores unchanged."""
 MOST_GROUPS: Final = 64
 """Maximum number of groups in one request."""
 MOST_BYTES: Final = 16 * 1024 * 1024
 """Maximum total size of a runner's request; a single group may be larger."""
 
-_MIN_BYTES: Final = 4096
-_OPTIONS: Final[dict[int, int]] = {
-    zstd.CompressionParameter.compression_level: 1,
-    zstd.CompressionParameter.checksum_flag: 1,
-}
 
-
-def compressed(packed: bytes) -> bytes:
+def compressed(body: bytes) -> bytes:
     """Compresses a packed group into one zstd frame, if that is smaller. CPU work."""
-    if len(packed) < _MIN_BYTES:
-        return packed
-    frame = zstd.compress(packed, options=_OPTIONS)
-    return frame if len(frame) <= 0.9 * len(packed) else packed
+    return packed.smaller(body) or body
 
 
 def encode_batch(bodies: Sequence[bytes]) -> bytes:
-    """Encodes the body of a request with these groups, each compressed or not."""
     return msgspec.msgpack.encode(bodies)

@@ -1,8 +1,7 @@
 """Sends news to runners: policy versions, pauses, and how many groups each may have open.
 
 Heartbeats wait until there is news for them. Dealing the places takes a small part of the time
-however many runners there are.
-"""
+however many runners there are."""
 
 from __future__ import annotations
 
@@ -11,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -21,7 +21,7 @@ from ..http.requests import Hangup
 from ..proxy.gate import InFlight
 from ..rollouts.scheduler import Share, Shares, targets
 from ..store import Store
-from ..store.demand import Demand
+from ..store.demand import Demand, StoreSink
 from .messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
 from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
 
@@ -43,8 +43,7 @@ class ExtraCapacity:
 
     Open and waiting groups share one limit, so that groups do not grow old in the queue. If the
     queue stays nearly empty while all places are taken, and as many groups have begun as there are
-    places, then rollouts are slow rather than the trainers, and half as many more may be open.
-    """
+    places, then rollouts are slow rather than the trainers, and half as many more may be open."""
 
     def __init__(self) -> None:
         self._groups = 0
@@ -52,15 +51,8 @@ class ExtraCapacity:
         self._shrunk_at = float("-inf")
 
     def groups(self, waiting: int, most: int, used: int, begun: int, at: float) -> int:
-        """Returns the number of extra groups now.
-
-        Args:
-            waiting: groups in the queue.
-            most: maximum number of groups in the queue.
-            used: open groups.
-            begun: groups begun since the start.
-            at: time in seconds, of any monotonic clock.
-        """
+        """Returns the number of extra groups now. `waiting` groups are in the queue, at most
+        `most`; `used` are open; `begun` since the start; `at`: seconds of any monotonic clock."""
         places = most + self._groups
         if waiting > most // 2:
             self._begun = begun
@@ -74,7 +66,6 @@ class ExtraCapacity:
 
 
 _MOST_COUNTED: Final = 4096
-"""Maximum number of groups counted as begun at a time."""
 
 
 class Participant(msgspec.Struct, frozen=True):
@@ -83,7 +74,6 @@ class Participant(msgspec.Struct, frozen=True):
     Args:
         share: its unique name, weight and minimum share.
         env: name of the environment whose groups it makes.
-        open: groups that it has open.
         held: groups that it has open, or may open without asking again.
         capacity: number of groups it could have open.
     """
@@ -97,27 +87,6 @@ class Participant(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         return self.share.name
-
-
-class LocalEnvironment(msgspec.Struct, frozen=True):
-    """An environment in the server's own process.
-
-    Args:
-        prefix: ID prefix of its groups.
-        share: its share, with the name of the environment.
-        capacity: number of groups it can have open.
-        open_groups, begun: functions that count the groups open now and begun since the start.
-    """
-
-    prefix: str
-    share: Share
-    capacity: int
-    open_groups: Callable[[], int]
-    begun: Callable[[], int]
-
-    def participant(self) -> Participant:
-        is_open = self.open_groups()
-        return Participant(self.share, self.share.name, is_open, is_open, self.capacity)
 
 
 class Deal:
@@ -144,8 +113,7 @@ class Deal:
 
     def room(self, asking: Participant) -> int:
         """Returns how many groups `asking` may have open. What another may open without asking
-        again is given to no other: its place becomes free when that one learns of a smaller
-        number.
+        again is given to no other: its place becomes free when that one learns of a smaller number.
         """
         target = self._targets[asking.name]
         free = max(0, self._places[asking.env] - self._held + asking.held)
@@ -160,8 +128,7 @@ class Deal:
 
 class SharedCapacity:
     """Capacity shared by all environments of a server. `stretches`: whether more groups may open
-    when rollouts are slow (see `ExtraCapacity`); not used with a staleness limit.
-    """
+    when rollouts are slow (see `ExtraCapacity`); not used with a staleness limit."""
 
     def __init__(self, demand: Demand, *, stretches: bool = True) -> None:
         self._demand = demand
@@ -174,7 +141,6 @@ class SharedCapacity:
         self._begun = 0
 
     def deal(self, everyone: Sequence[Participant]) -> Deal:
-        """Deals all places among `everyone`, at least one."""
         self._count(everyone)
         held, is_open = sum(one.held for one in everyone), sum(one.open for one in everyone)
         most = self._demand.max_waiting()
@@ -205,8 +171,7 @@ class SharedCapacity:
 
     def report_to_demand(self, opened: Counter[str]) -> None:
         """Reports the groups in progress on other machines, by environment; groups of this process
-        are counted where they are made.
-        """
+        are counted where they are made."""
         for env in opened.keys() | self._reported.keys():
             if opened[env] != self._reported[env]:
                 self._demand.opened(env, opened[env] - self._reported[env])
@@ -232,8 +197,7 @@ Waiting = asyncio.Future[News | None]
 
 class WaitingHeartbeats:
     """The heartbeats that wait. `look`: called soon after changes; calls `tell` for each of `all`
-    for which there is news.
-    """
+    for which there is news."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
@@ -244,8 +208,7 @@ class WaitingHeartbeats:
         self, env_id: str, beat: Heartbeat, seconds: float, receive: Receive
     ) -> News | None:
         """Waits for news for a runner at most `seconds` long; None: there was none, or the client
-        has disconnected. `receive`: of the request.
-        """
+        has disconnected. `receive`: of the request."""
         loop = asyncio.get_running_loop()
         answer: Waiting = loop.create_future()
         self._waiting[answer] = env_id, beat
@@ -301,8 +264,8 @@ class RunnerNews:
     def __init__(self, store: Store, runners: RunnerTable, shared: SharedCapacity) -> None:
         self._store = store
         self._runners = runners
-        self._shared = shared
-        self._local: list[LocalEnvironment] = []
+        self.shared = shared
+        self.local: list[LocalEnvironmentSink] = []
         self._local_begun: dict[str, int] = {}
         self._version = -1
         self._pause: Pause | None = None
@@ -313,17 +276,9 @@ class RunnerNews:
         self._deal: Deal | None = None
         self._deal_at = self._deal_lasts = 0.0
 
-    @property
-    def local(self) -> list[LocalEnvironment]:
-        return list(self._local)
-
     async def pause(self, in_flight: InFlight, timeout_seconds: float) -> bool:
-        """Stops the runners' model calls until `resume`.
-
-        Returns:
-            Whether all present runners confirmed the pause (with "keep": that they start no new
-            call). Silent runners stop by themselves.
-        """
+        """Stops the runners' model calls until `resume`; returns whether all present runners
+        confirmed (with "keep": that they start no new call). Silent runners stop by themselves."""
         self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
         self.wake()
         end = time.monotonic() + timeout_seconds
@@ -336,23 +291,19 @@ class RunnerNews:
         return True
 
     def resume(self) -> None:
-        """Lets the runners' model calls continue."""
         self._pause = None
         self.wake()
 
     def publish(self, version: int) -> None:
-        """Announces the policy version that the engine serves from now on."""
         self._version = version
         self.wake()
 
     def tell_engines(self, engines: EngineList) -> None:
-        """Announces the engines that runners may call from now on."""
         if engines.id != self._engines.id:
             self._engines = engines
             self.wake()
 
     def wake(self) -> None:
-        """Looks for news for waiting heartbeats after a change."""
         self._change.set()
         self._change = asyncio.Event()
         self.waiting.look_after(self._deal_at + self._deal_lasts - time.monotonic())
@@ -365,10 +316,7 @@ class RunnerNews:
             self.wake()
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
-    def share_with(self, local: LocalEnvironment) -> None:
-        self._local.append(local)
-
-    async def wait_for_local_capacity(self, local: LocalEnvironment) -> None:
+    async def wait_for_local_capacity(self, local: LocalEnvironmentSink) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
         while self._runners.is_any_present():
             asking, deal = local.participant(), self._current_deal(local.share.name)
@@ -404,7 +352,6 @@ class RunnerNews:
         return seen is None or seen.id != self._engines.id
 
     def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
-        """Returns whether `one`, which said `beat`, has something to hear."""
         now, seen = self._runners.status(one), beat.seen
         if (
             seen is None
@@ -429,12 +376,11 @@ class RunnerNews:
         one deal serves for a while: dealing takes a twentieth of the time at most.
 
         A silent runner counts for none; when it returns with its open groups, the limit is exceeded
-        for a moment.
-        """
+        for a moment."""
         deal = self._deal
         if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
             before = time.thread_time()
-            deal = self._deal = self._shared.deal(self._everyone(name))
+            deal = self._deal = self.shared.deal(self._everyone(name))
             cost = time.thread_time() - before
             self._deal_at = time.monotonic()
             self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
@@ -443,36 +389,65 @@ class RunnerNews:
     def _everyone(self, name: str) -> list[Participant]:
         present = self._runners.present()
         self._present = len(present)
-        self._shared.report_to_demand(_sums((one.env, now.open) for one, now in present))
-        for local in self._local:
-            begun, before = local.begun(), self._local_begun.get(local.share.name, 0)
+        opened: Counter[str] = Counter()
+        for one, now in present:
+            opened[one.env] += now.open
+        self.shared.report_to_demand(opened)
+        for local in self.local:
+            begun, before = local.begun, self._local_begun.get(local.share.name, 0)
             self._local_begun[local.share.name] = max(begun, before)
-            self._shared.count_begun(local.share.name, begun - before)
+            self.shared.count_begun(local.share.name, begun - before)
         everyone = [_participant(one, now) for one, now in present]
-        everyone += [local.participant() for local in self._local]
+        everyone += [local.participant() for local in self.local]
         asking = self._runners.named(name)
         if asking is not None and not self._runners.is_present(asking):
             everyone.append(_participant(asking, self._runners.status(asking)))
         return everyone
 
-    def wanted(self, env: str) -> int:
-        """Returns how many groups of `env` trainers would have open, if none were."""
-        return self._shared.wanted(env)
-
     def count_begun(self, one: RegisteredRunner, begun: int) -> None:
         """Counts groups begun since the last report; the first report only sets the base."""
         now = self._runners.status(one)
         before = begun if now.counted is None else now.counted
-        self._shared.count_begun(one.name, begun - before)
+        self.shared.count_begun(one.name, begun - before)
         now.counted = max(before, begun)
 
     async def _changed(self, seconds: float) -> None:
-        change = self._change
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await change.wait()
-        except TimeoutError:
-            return
+                await self._change.wait()
+
+
+class LocalEnvironmentSink(StoreSink):
+    """The sink of an environment in the server's own process, which shares capacity with the
+    runners. `prefix`: ID prefix of its groups; `capacity`: number of groups it can have open."""
+
+    def __init__(
+        self,
+        store: Store,
+        demand: Demand,
+        news: RunnerNews,
+        *,
+        share: Share,
+        prefix: str,
+        capacity: int,
+    ) -> None:
+        super().__init__(store, share.name, demand)
+        self.share, self.prefix, self.capacity = share, prefix, capacity
+        self.open = self.begun = 0
+        self._news = news
+        news.local.append(self)
+
+    async def wait_for_capacity(self) -> None:
+        await super().wait_for_capacity()
+        await self._news.wait_for_local_capacity(self)
+
+    def opened(self, groups: int) -> None:
+        self.open += groups
+        self.begun += max(0, groups)
+        super().opened(groups)
+
+    def participant(self) -> Participant:
+        return Participant(self.share, self.share.name, self.open, self.open, self.capacity)
 
 
 def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
@@ -483,10 +458,3 @@ def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
         held=now.held,
         capacity=now.beat.capacity,
     )
-
-
-def _sums(counts: Iterable[tuple[str, int]]) -> Counter[str]:
-    sums: Counter[str] = Counter()
-    for name, count in counts:
-        sums[name] += count
-    return sums

@@ -1,7 +1,16 @@
-"""The registry of runners: answers their requests.
+"""The registry of runners, which answers their requests, and its routes under /v1/environments.
 
-Two names never have the same stream; a group is acknowledged only when it is on disk.
-"""
+POST   /v1/environments                   registers; returns an id, the session key, the seed
+POST   /v1/environments/{id}/heartbeat    reports status; answered on news or after a timeout
+POST   /v1/environments/{id}/groups       posts finished groups; durable on 200
+POST   /v1/environments/{id}/known        asks which groups the server already has
+POST   /v1/environments/{id}/scored       reports groups that were scored and dropped
+DELETE /v1/environments/{id}              deregisters
+POST   /v1/environments/{id}/drain        tells the runner to finish and leave (for operators)
+GET    /v1/environments                   lists all runners (for operators)
+
+The session key is sent in the header `x-environment-key`. Two names never have the same stream; a
+group is acknowledged only when it is on disk."""
 
 from __future__ import annotations
 
@@ -15,39 +24,47 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from operator import attrgetter
-from typing import Final
+from typing import Annotated, Any, Final
 from weakref import WeakValueDictionary
 
 import msgspec
 import structlog
-from envserver_records.errors import (
-    ConflictError,
-    InputError,
-    NotFoundError,
-    UsageError,
-)
+from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
+from fastapi import APIRouter, Query
 from prometheus_client.core import Metric
+from pydantic import BaseModel, StringConstraints
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive
 
+from ..http.answers import json_answer, route
+from ..http.requests import key_of, read_body
+from ..http.transfer import Endpoint
 from ..rollouts.estimates import Scored
-from ..rollouts.scheduler import Share
 from ..rollouts.stream import again_prefix, stream_prefix
 from ..store import Store
-from ..store.demand import Demand, StoreSink
+from ..store.demand import Demand
 from ..store.groups import EncodedPut
 from ..telemetry.numbers import gauge
 from .messages import (
+    ENGINES,
+    GROUP_LIST_MSGPACK,
+    GROUP_MSGPACK,
+    KEY_HEADER,
+    NEXT_SECONDS,
     Accepted,
+    GroupIds,
     Heartbeat,
     News,
     Refused,
     Registration,
     ScoredGroup,
+    ScoredGroups,
     Welcome,
 )
-from .news import LocalEnvironment, RunnerNews, SharedCapacity
+from .news import RunnerNews, SharedCapacity
 from .runner import SILENT_POLLS, RegisteredRunner, RunnerTable
-from .validation import Stream, read_batch_async, read_group_async
+from .validation import ReadGroup, Stream, read_batch_async, read_group_async
 
 log = structlog.get_logger(__name__)
 
@@ -65,7 +82,6 @@ class RunnerRegistry:
     """The runners of an app; call `load` first.
 
     Args:
-        demand: what trainers want from all environments of this server.
         silent_after_seconds: a runner without a heartbeat for this long does not count.
         stretches: see `SharedCapacity`.
     """
@@ -98,13 +114,9 @@ class RunnerRegistry:
         understands: Sequence[str] = (),
         request_key: str | None = None,
     ) -> Welcome:
-        """Starts a new session for this name, with its own stream of groups.
-
-        Args:
-            understands: additions to the protocol that the runner knows; see `runners.messages`.
-            request_key: requests of one instance with the same key share a session.
-        """
-        if any(one.share.name == wanted.name for one in self.news.local):
+        """Starts a new session for this name, with its own stream of groups. Requests of one
+        instance with the same `request_key` share a session."""
+        if any(local.share.name == wanted.name for local in self.news.local):
             raise ConflictError(f"The name {wanted.name!r} is that of the server's own.")
         key = _session_key(wanted.instance, request_key)
         async with self._lock(wanted.name):
@@ -114,21 +126,13 @@ class RunnerRegistry:
             async with self._stream(wanted, before) as (seed, is_new):
                 one = RegisteredRunner(
                     id=before.id if before is not None else secrets.token_hex(8),
-                    name=wanted.name,
                     key_hash=_hash(key),
                     instance_hash=_hash(wanted.instance),
-                    env=wanted.env,
-                    split=wanted.split,
                     asked_seed=wanted.seed,
                     seed=seed,
-                    group_size=wanted.group_size,
-                    weight=wanted.weight,
-                    minimum_share=wanted.minimum_share,
-                    scoring=wanted.scoring,
-                    version=wanted.version,
-                    host=wanted.host,
                     registered_at=time.time(),
                     understands=tuple(understands),
+                    **wanted.model_dump(exclude={"instance", "seed"}),
                 )
                 await self.table.save(one)
             count = self._store.count_with_prefix
@@ -164,8 +168,7 @@ class RunnerRegistry:
         self, wanted: Registration, before: RegisteredRunner | None
     ) -> AsyncIterator[tuple[int, bool]]:
         """Holds the stream for a runner until its registration is stored; gives its seed, and
-        whether it is unused.
-        """
+        whether it is unused."""
         asked = (wanted.env, wanted.split, wanted.seed)
         if before is not None and asked == (before.env, before.split, before.asked_seed):
             yield before.seed, False
@@ -181,8 +184,7 @@ class RunnerRegistry:
         self, env_id: str, key: str, beat: Heartbeat, receive: Receive | None = None
     ) -> News:
         """Answers as soon as there is something new for the runner, or after its `wait_seconds`.
-        `receive`: of the request, to notice that its client has disconnected; None: do not wait.
-        """
+        `receive`: of the request, to notice that its client has disconnected; None: do not wait."""
         one = self.authenticate(env_id, key)
         self._hear(one, beat)
         seconds = min(beat.wait_seconds, self.table.silent_after(one) / SILENT_POLLS)
@@ -207,36 +209,35 @@ class RunnerRegistry:
         env_id: str,
         key: str,
         body: bytes,
+        most_bytes: int | None = None,
         still_open: int | None = None,
         begun: int | None = None,
     ) -> News:
-        """Stores a group; it is on disk when this returns. Storing the same group twice is allowed.
+        """Stores a group, or several in one transaction; on disk on return, and repeating is
+        allowed. Of several, the result names those that are refused.
 
         Args:
-            still_open: groups the runner has open besides this one; None: one fewer than before.
+            most_bytes: `body` is a post of several groups, which are no larger when decompressed.
+            still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
         """
         one, stream = self._heard(env_id, key)
-        put = await read_group_async(body, stream)
-        return await self._keep(one, [put], still_open, begun)
-
-    async def accept_batch(
-        self,
-        env_id: str,
-        key: str,
-        post: bytes,
-        most_bytes: int,
-        still_open: int | None = None,
-        begun: int | None = None,
-    ) -> Accepted:
-        """Stores all groups in `post` in one transaction, like `accept`. The groups that are not
-        refused are on disk when this returns; the result names the refused ones. `most_bytes`:
-        maximum total size of the groups when decompressed.
-        """
-        one, stream = self._heard(env_id, key)
-        read = await read_batch_async(post, stream, most_bytes)
+        if most_bytes is None:
+            read: list[ReadGroup] = [await read_group_async(body, stream)]
+        else:
+            read = await read_batch_async(body, stream, most_bytes)
         puts = [put for put in read if isinstance(put, EncodedPut)]
-        news = await self._keep(one, puts, still_open, begun)
+        new = sum(await self._store.put_encoded(puts))
+        now = self.table.status(one)
+        if now.stored is not None:
+            now.stored += new
+        now.open = max(0, now.open - new) if still_open is None else still_open
+        if begun is not None:
+            self.news.count_begun(one, begun)
+        self.news.wake()
+        news = self.news.for_runner(one)
+        if most_bytes is None:
+            return news
         refused = [
             Refused(index=index, place=error.detail.get("place", ""), message=error.message)
             for index, error in enumerate(read)
@@ -248,23 +249,6 @@ class RunnerRegistry:
         one = self.authenticate(env_id, key)
         self.table.heartbeats.hear(one.id)
         return one, Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
-
-    async def _keep(
-        self,
-        one: RegisteredRunner,
-        puts: Sequence[EncodedPut],
-        still_open: int | None,
-        begun: int | None,
-    ) -> News:
-        new = sum(await self._store.put_encoded(puts))
-        now = self.table.status(one)
-        if now.stored is not None:
-            now.stored += new
-        now.open = max(0, now.open - new) if still_open is None else still_open
-        if begun is not None:
-            self.news.count_begun(one, begun)
-        self.news.wake()
-        return self.news.for_runner(one)
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
         """Returns which of these groups were ever stored, delivered or not."""
@@ -284,7 +268,6 @@ class RunnerRegistry:
         await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
-        """Marks the runner as gone until it registers again; repeating is allowed."""
         async with self._lock(self.authenticate(env_id, key).name):
             one = self.authenticate(env_id, key)
             await self.table.save(msgspec.structs.replace(one, gone=True, left_at=time.time()))
@@ -306,7 +289,6 @@ class RunnerRegistry:
         return one
 
     def drain(self, env_id: str) -> None:
-        """Tells the runner to finish its open groups and leave."""
         one = self.table.known.get(env_id)
         if one is None:
             raise NotFoundError("No such environment is registered.")
@@ -327,7 +309,6 @@ def _hash(secret: str) -> str:
 
 
 def count_runners(environments: RunnerRegistry) -> dict[str, int]:
-    """Counts the runners that are present, silent and gone."""
     table = environments.table
     counted = Counter(table.presence(one) for one in table.known.values())
     return {name: counted[name] for name in ("present", "silent", "gone")}
@@ -349,7 +330,7 @@ class RunnerMetrics:
             now = table.status(one)
             is_open[(one.env,)] += now.open
             capacity[(one.env,)] += now.beat.capacity if table.is_present(one) else 0
-        wanted = {(env,): news.wanted(env) for (env,) in is_open}
+        wanted = {(env,): news.shared.wanted(env) for (env,) in is_open}
         of = ("environment",)
         return [
             gauge(
@@ -374,43 +355,174 @@ class RunnerMetrics:
         ]
 
 
-class LocalEnvironmentSink(StoreSink):
-    """A `StoreSink` whose environment shares capacity with the runners in `environments`.
+Addition = Annotated[str, StringConstraints(max_length=64)]
+_MOST: Final = 2**31 - 1
+_PLACE: Final = "/v1/environments"
+_GROUP_BODY: Final = {
+    "requestBody": {"required": True, "content": {GROUP_MSGPACK: {}, GROUP_LIST_MSGPACK: {}}}
+}
 
-    Args:
-        prefix: ID prefix of its groups.
-        capacity: number of groups it can have open.
-    """
 
-    def __init__(
-        self,
-        store: Store,
-        demand: Demand,
-        environments: RunnerRegistry,
-        *,
-        share: Share,
-        prefix: str,
-        capacity: int,
-    ) -> None:
-        super().__init__(store, share.name, demand)
-        self._open = self._begun = 0
-        self._environments = environments
-        self._local = LocalEnvironment(
-            prefix=prefix,
-            share=share,
-            capacity=capacity,
-            open_groups=lambda: self._open,
-            begun=lambda: self._begun,
+class EnvironmentsAnswer(BaseModel):
+    environments: list[dict[str, Any]]
+
+
+class KnownAnswer(BaseModel):
+    known: list[str]
+
+
+class WrongMediaType(UsageError):
+    kind, status = "wrong_media_type", 415
+
+
+def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
+    router = APIRouter(tags=["environments"])
+
+    @router.post(
+        _PLACE, **route(Welcome, 409, status=201, body=Registration, what="The registration.")
+    )
+    async def register(
+        request: Request,
+        understands: Annotated[list[Addition] | None, Query(max_length=16)] = None,
+    ) -> Response:
+        """Registers a runner, or starts a new session for its name (201). If another process has
+        the name and is still present: 409. `understands` names additions to the protocol that the
+        runner knows: "next_seconds", how long its next heartbeats should wait; "engines", the
+        server's engines. With an `Idempotency-Key`, repeating the request returns the same session
+        key, so that a late copy ends no session."""
+        wanted = await read_body(request, Registration)
+        return _json(await environments.register(wanted, understands or (), key_of(request)), 201)
+
+    @router.get(_PLACE, **route(EnvironmentsAnswer, what="All registrations."))
+    async def show() -> Response:
+        """Lists the registered runners and their status."""
+        return _json({"environments": await environments.table.snapshot()})
+
+    @router.post(
+        _PLACE + "/{env_id}/heartbeat",
+        **route(News, 404, body=Heartbeat, what="The runner's settings."),
+    )
+    async def heartbeat(env_id: str, request: Request) -> Response:
+        """Reports a runner's status. Answers at once if there is news for it (a new policy
+        version, a pause, a drain, or more capacity when it has used up its own); otherwise after
+        `wait_seconds`."""
+        return await _heard(environments, env_id, request)
+
+    @router.post(
+        _PLACE + "/{env_id}/groups",
+        openapi_extra=_GROUP_BODY,
+        **route(Accepted, 404, 409, 415, takes_body=True, what="Groups stored and groups refused."),
+    )
+    async def accept(
+        env_id: str,
+        request: Request,
+        still_open: Annotated[int | None, Query(alias="open", ge=0, le=_MOST)] = None,
+        begun: Annotated[int | None, Query(ge=0, le=_MOST)] = None,
+    ) -> Response:
+        """Stores one group, or several in one transaction; posting a group twice is allowed. A
+        malformed single group is refused with 422 and the place of the error; among several, the
+        response names the refused groups and the others are stored. `open` and `begun` are as in a
+        heartbeat, not counting the posted groups."""
+        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
+
+    @router.post(
+        _PLACE + "/{env_id}/known",
+        **route(KnownAnswer, 404, body=GroupIds, what="The groups that are stored."),
+    )
+    async def known(env_id: str, request: Request) -> Response:
+        """Returns which of these groups were ever stored here, delivered or not."""
+        wanted = await read_body(request, GroupIds)
+        found = await environments.known_groups(env_id, _key(request), wanted.group_ids)
+        return _json({"known": sorted(found)})
+
+    @router.post(
+        _PLACE + "/{env_id}/scored",
+        **route(None, 404, status=204, body=ScoredGroups, what="The counts were added."),
+    )
+    async def scored(env_id: str, request: Request) -> Response:
+        """Reports groups that were scored and dropped for their rewards or their age: they count
+        in the estimates of their tasks. Repeating is allowed."""
+        environments.authenticate(env_id, _key(request))
+        scored = await read_body(request, ScoredGroups)
+        await environments.count_dropped(env_id, _key(request), scored.groups)
+        return Response(status_code=204)
+
+    @router.delete(
+        _PLACE + "/{env_id}",
+        **route(None, 404, 422, status=204, what="The registration was removed."),
+    )
+    async def goodbye(env_id: str, request: Request) -> Response:
+        """Deregisters a runner until it registers again. Repeating is allowed."""
+        await environments.goodbye(env_id, _key(request))
+        return Response(status_code=204)
+
+    @router.post(
+        _PLACE + "/{env_id}/drain",
+        **route(None, 404, 422, status=204, what="The runner was notified."),
+    )
+    async def drain(env_id: str) -> Response:
+        """Tells a runner to begin no more groups and to leave once its open groups are posted."""
+        environments.drain(env_id)
+        return Response(status_code=204)
+
+    return router
+
+
+def runner_posts(environments: RunnerRegistry, most_bytes: int) -> dict[str, Endpoint]:
+    """Returns, by path, endpoints for posts of groups that bypass FastAPI, for speed."""
+
+    async def accept(request: Request) -> Response:
+        still_open, begun = (
+            None if text is None else int(text)
+            for text in map(request.query_params.get, ("open", "begun"))
         )
-        environments.news.share_with(self._local)
+        env_id = request.path_params["env_id"]
+        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
 
-    async def wait_for_capacity(self) -> None:
-        """Waits until this environment may begin another group."""
-        await super().wait_for_capacity()
-        await self._environments.news.wait_for_local_capacity(self._local)
+    return {_PLACE + "/{env_id}/groups": accept}
 
-    def opened(self, groups: int) -> None:
-        """Counts `groups` more as open; fewer if negative."""
-        self._open += groups
-        self._begun += max(0, groups)
-        super().opened(groups)
+
+def runner_beats(environments: RunnerRegistry) -> dict[str, Endpoint]:
+    """Returns, by path, an endpoint for heartbeats that bypasses FastAPI, for speed."""
+
+    async def heartbeat(request: Request) -> Response:
+        return await _heard(environments, request.path_params["env_id"], request)
+
+    return {_PLACE + "/{env_id}/heartbeat": heartbeat}
+
+
+async def _heard(environments: RunnerRegistry, env_id: str, request: Request) -> Response:
+    key = _key(request)
+    environments.authenticate(env_id, key)
+    beat = await read_body(request, Heartbeat)
+    return _json(await environments.heartbeat(env_id, key, beat, request.receive))
+
+
+async def _accepted(
+    environments: RunnerRegistry,
+    most_bytes: int,
+    env_id: str,
+    request: Request,
+    still_open: int | None,
+    begun: int | None,
+) -> Response:
+    key = _key(request)
+    environments.authenticate(env_id, key)
+    body = await request.body()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip()
+    if media_type not in (GROUP_MSGPACK, GROUP_LIST_MSGPACK):
+        raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUP_LIST_MSGPACK}.")
+    most = most_bytes if media_type == GROUP_LIST_MSGPACK else None
+    return _json(await environments.accept(env_id, key, body, most, still_open, begun))
+
+
+def _key(request: Request) -> str:
+    return request.headers.get(KEY_HEADER, "")
+
+
+def _json(value: BaseModel | dict[str, Any], status: int = 200) -> Response:
+    facts = value.model_dump() if isinstance(value, BaseModel) else value
+    for addition in (NEXT_SECONDS, ENGINES):
+        if facts.get(addition, 0) is None:
+            del facts[addition]  # runners of older versions refuse it
+    return json_answer(facts, status)

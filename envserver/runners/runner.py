@@ -1,8 +1,5 @@
-"""The runners of a server: their stored registrations and their current status.
-
-Registrations (name, stream, hashed key) are durable; the status is what the last heartbeat
-reported. Only a runner with recent heartbeats counts for minimum shares, capacity and pauses.
-"""
+"""The runners of a server: their stored registrations and their current status. Only a runner with
+recent heartbeats counts for minimum shares, capacity and pauses."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ from .messages import NEXT_SECONDS, Heartbeat, Registration
 
 
 class Heartbeats:
-    """Time of the last message from each environment."""
-
     def __init__(self, silent_after_seconds: float) -> None:
         self.silent_after_seconds = silent_after_seconds
         self._born = time.monotonic()
@@ -36,7 +31,6 @@ class Heartbeats:
         return time.monotonic() - self._seen.get(who, self._born)
 
     def is_silent(self, who: Hashable) -> bool:
-        """Returns whether `who` has been silent for too long."""
         return self.silent_seconds(who) > self.silent_after_seconds
 
     def forget(self, who: Hashable) -> None:
@@ -60,9 +54,8 @@ class Streams:
         """By environment, split and requested seed: all seeds from that one to this are taken."""
 
     async def choose(self, wanted: Registration, others: Collection[str]) -> int:
-        """Returns the requested seed, or the next one with an unused stream, and takes its
-        stream. `others`: ID prefixes of the streams of the server's own environments.
-        """
+        """Returns the requested seed, or the next one with an unused stream, and takes its stream.
+        `others`: ID prefixes of the streams of the server's own environments."""
         asked = wanted.env, wanted.split, wanted.seed
         seed = self._next_seeds.get(asked, wanted.seed)
         while not await self._took(stream_prefix(*asked[:2], seed), others):
@@ -85,7 +78,6 @@ class Streams:
         self._taken[prefix] += 1
 
     def give_back(self, prefix: str) -> None:
-        """Notes that a runner no longer has this stream."""
         self._taken[prefix] -= 1
         if self._taken[prefix] <= 0:
             del self._taken[prefix]
@@ -100,9 +92,8 @@ _BEATS_PER_SECOND: Final = 50.0
 
 
 def poll_seconds(runners: int, silent_after_seconds: float) -> float:
-    """Returns how long a runner should wait for news, if there are this many: so that the server
-    answers about the same number of idle heartbeats a second. News itself is sent at once.
-    `silent_after_seconds`: after which a runner is silent that asks often.
+    """Returns how long a runner should wait for news, so that the server answers about the same
+    number of idle heartbeats a second, however many runners there are. News itself is sent at once.
     """
     usual = min(_USUAL_SECONDS, silent_after_seconds / (2 * SILENT_POLLS))
     return max(usual, min(runners / _BEATS_PER_SECOND, LONGEST_SECONDS))
@@ -116,8 +107,7 @@ _REMEMBERED_SECONDS: Final = 7 * 24 * 3600.0
 """A runner that left is shown, and may have its name back with its stream, for this long."""
 
 _LOST_SECONDS: Final = 24 * 3600.0
-"""A runner that did not leave is forgotten after this long without a word, where there are too
-many."""
+"""A runner that did not leave is forgotten after so long a silence, where there are too many."""
 
 
 class RegisteredRunner(msgspec.Struct, kw_only=True):
@@ -126,8 +116,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     Args:
         key_hash, instance_hash: SHA-256, in hex.
         asked_seed: the seed the runner was configured with; `seed`: the one it was given.
-        gone: whether it has deregistered.
-        left_at: when it deregistered, in seconds since 1970.
+        gone: whether it has deregistered; `left_at`: when, in seconds since 1970.
         understands: additions to the protocol that it knows; see `runners.messages`.
     """
 
@@ -156,8 +145,6 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
 
 
 class RunnerStatus:
-    """Current status of a runner, since the start of this server or of the runner's session."""
-
     def __init__(self) -> None:
         self.beat = Heartbeat()
         self.room = 0
@@ -172,8 +159,7 @@ class RunnerStatus:
 
     def failed_since(self, beat: Heartbeat) -> tuple[Counter[str], Counter[str]]:
         """Returns how many attempts failed and groups were dropped since the last heartbeat, by
-        kind and reason. The first one only sets the base.
-        """
+        kind and reason. The first one only sets the base."""
         failures = Counter(beat.failures) - Counter(self.beat.failures)
         drops = Counter(beat.dropped) - Counter(self.beat.dropped)
         was_heard, self._is_heard = self._is_heard, True
@@ -211,8 +197,7 @@ class RunnerTable:
 
     async def save(self, one: RegisteredRunner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
-        are forgotten; the store still knows their streams by their groups.
-        """
+        are forgotten; the store still knows their streams by their groups."""
         self._gone.pop(one.id, None)
         forgotten = self._forget_gone(one.id)
         if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
@@ -264,16 +249,12 @@ class RunnerTable:
         return self.known.get(self._ids.get(name, ""))
 
     def start(self, one: RegisteredRunner, stored: int) -> None:
-        """Begins the status of a new session of a runner with `stored` groups."""
         self._status[one.id] = now = RunnerStatus()
         now.stored = stored
         self.heartbeats.hear(one.id)
 
     def status(self, one: RegisteredRunner) -> RunnerStatus:
-        now = self._status.get(one.id)
-        if now is None:
-            now = self._status[one.id] = RunnerStatus()
-        return now
+        return self._status.get(one.id) or self._status.setdefault(one.id, RunnerStatus())
 
     def is_present(self, one: RegisteredRunner) -> bool:
         if one.gone:
@@ -283,8 +264,7 @@ class RunnerTable:
 
     def silent_after(self, one: RegisteredRunner) -> float:
         """Returns after how many seconds without a message a runner no longer counts: longer for
-        one that waits long for news. It stops its own model calls after half of that.
-        """
+        one that waits long for news. It stops its own model calls after half of that."""
         now = self.status(one)
         longest = max(now.poll_seconds, min(now.beat.wait_seconds, LONGEST_SECONDS))
         shortest = self.heartbeats.silent_after_seconds
@@ -297,7 +277,6 @@ class RunnerTable:
         return any(self.is_present(one) for one in self.known.values())
 
     def presence(self, one: RegisteredRunner) -> str:
-        """Returns present, silent or gone."""
         if one.gone:
             return "gone"
         return "present" if self.is_present(one) else "silent"
@@ -311,7 +290,6 @@ class RunnerTable:
         return found
 
     async def snapshot(self) -> list[dict[str, Any]]:
-        """Lists the registered runners and their status, for display."""
         for one in list(self.known.values()):
             now = self.status(one)
             if now.stored is None:
@@ -320,24 +298,18 @@ class RunnerTable:
 
     def _shown(self, one: RegisteredRunner) -> dict[str, Any]:
         now = self.status(one)
-        beat = now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"})
         return {
-            "id": one.id,
-            "name": one.name,
-            "env": one.env,
-            "split": one.split,
-            "seed": one.seed,
-            "group_size": one.group_size,
-            "weight": one.weight,
-            "minimum_share": one.minimum_share,
-            "version": one.version,
-            "host": one.host,
-            "registered_at": one.registered_at,
-            "gone": one.gone,
+            **{name: getattr(one, name) for name in _SHOWN},
             "silent": self.presence(one) == "silent",
             "silent_seconds": round(self.heartbeats.silent_seconds(one.id), 1),
             "room": now.room,
             "stored": now.stored,
-            **beat,
+            **now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"}),
             "open": now.open,
         }
+
+
+_SHOWN: Final = (
+    *("id", "name", "env", "split", "seed", "group_size", "weight", "minimum_share"),
+    *("version", "host", "registered_at", "gone"),
+)

@@ -1,7 +1,5 @@
-"""Checks groups made on other machines, and refuses wrong ones with the place of the error.
-
-CPU work: run it in a thread.
-"""
+"""Checks groups made on other machines, and refuses wrong ones with the place of the error. CPU
+work: run it in a thread."""
 
 from __future__ import annotations
 
@@ -40,22 +38,13 @@ COLUMNS: Final = {
 
 
 class Stream(msgspec.Struct, frozen=True):
-    """A stream of groups; the ids of its groups begin with `prefix`."""
-
     env: str
     split: Split
     seed: int
     prefix: str
 
 
-def read_group(body: bytes, stream: Stream) -> Group:
-    group = decoded(body)
-    check_group(group, stream)
-    return group
-
-
 def check_group(group: Group, stream: Stream) -> None:
-    """Checks a group; raises InputError as `read_group` does."""
     check_names(group, stream)
     if not group.trajectories:
         _refuse("$.trajectories", "is empty")
@@ -88,7 +77,6 @@ def decoded(body: bytes) -> Group:
 
 
 def check_names(group: Group, stream: Stream) -> None:
-    """Raises InputError if the group is not of `stream`."""
     wanted = {"env": stream.env, "split": stream.split, "seed": stream.seed}
     for name, value in wanted.items():
         if getattr(group, name) != value:
@@ -245,7 +233,6 @@ def read_posted_group(body: bytes, stream: Stream) -> EncodedPut:
 
 
 def read_batch(post: bytes, stream: Stream, most_bytes: int) -> list[ReadGroup]:
-    """Reads the groups of a post that holds several, in order."""
     try:
         parts = _LIST.decode(post)
     except msgspec.DecodeError as error:
@@ -387,11 +374,10 @@ def _free_words_of(one: Trajectory) -> list[object]:
 
 
 def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[Group]) -> bool:
-    """Returns whether the rows can be trained on.
+    """Returns whether the rows can be trained on. `begins`: index of the first row of each group.
 
     Calls of numpy are what a small group costs here: `any`, `min` and `max` are Python around a
-    ufunc's `reduce`, which is called itself. `begins`: index of the first row of each group.
-    """
+    ufunc's `reduce`, which is called itself."""
     lengths = [row.tokens.size for row in rows]
     starts = np.array([0, *accumulate(lengths[:-1])])
     tokens, mask, logprobs, calls, versions = map(
@@ -420,8 +406,7 @@ def _are_trainable(rows: Sequence[Row], begins: Sequence[int], groups: Sequence[
 
 def _are_of_path(calls: Tokens, starts: NDArray[np.int64], rows: Sequence[Row]) -> bool:
     """Returns whether each call in a row is on the row's path. Works on runs of equal calls, of
-    which there are few.
-    """
+    which there are few."""
     is_first = np.empty(len(calls), bool)
     np.not_equal(calls[1:], calls[:-1], out=is_first[1:])
     is_first[starts] = True

@@ -23,7 +23,8 @@ from ..rollouts.policy import Bounds
 from ..rollouts.scheduler import Scheduler, Shares, Turns, targets
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
-from ..runners.registry import LocalEnvironmentSink, RunnerRegistry
+from ..runners.news import LocalEnvironmentSink
+from ..runners.registry import RunnerRegistry
 from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, Store
 from ..store.demand import Demand, Staleness, StoreOrderSink
@@ -408,7 +409,7 @@ async def _schedulers(
         sink = LocalEnvironmentSink(
             store,
             demand,
-            runners,
+            runners.news,
             share=one.share,
             prefix=id_prefix(one.environment),
             capacity=settings.rollouts.max_concurrent // config.group_size + 1,

@@ -1,9 +1,6 @@
 """Durable groups, leases, runs and small values. What was accepted is never lost.
 
-Groups go in as opaque bytes with the few numbers that batching needs, and come out under leases.
-`sql.Store` has all operations, for SQLite and PostgreSQL. The database
-library is imported when `Store` or `open_store` is first used.
-"""
+The database library is imported when `Store` or `open_store` is first used."""
 
 from __future__ import annotations
 

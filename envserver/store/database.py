@@ -1,11 +1,9 @@
 """Opens the database: finds its location, locks it for this process, checks the version of its
 tables, and runs its write transactions by the store's clock.
 
-In: a path or a URL. Out: the single connection that writes, and an SQLAlchemy engine that reads.
-What always holds: while they are open no other process can open the store. SQLite uses a lock file
-beside the database, whose lock ends with the process; PostgreSQL uses an advisory lock, which ends
-with the connection that writes.
-"""
+While it is open no other process can open the store. SQLite uses a lock file beside the database,
+whose lock ends with the process; PostgreSQL an advisory lock, which ends with the connection that
+writes."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import structlog
 from envserver_records.errors import (
@@ -77,9 +75,7 @@ _SQLITE_PRIMARY: Final = 0xFF
 
 def typed(error: Exception) -> Exception:
     """Returns `error` as StoreFull, InputError, ConfigError or StoreError; unchanged if none fits.
-
-    The text contains no SQL and no values, because they may contain a body.
-    """
+    The text contains no SQL and no values, because they may contain a body."""
     cause = (error.orig or error) if isinstance(error, StatementError) else error
     if isinstance(cause, EnvserverError):
         return cause
@@ -116,7 +112,6 @@ def is_unreachable(error: Exception) -> bool:
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Raises `typed(error)` in place of each exception of the body."""
     try:
         yield
     except Exception as error:
@@ -161,23 +156,9 @@ T = TypeVar("T")
 Work = Callable[[AsyncConnection], Coroutine[Any, Any, T]]
 
 
-class WriteConnection(Protocol):
-    """The one connection that writes, one transaction at a time."""
-
-    async def transact(self, work: Work[T]) -> T:
-        """Runs `work` in a transaction; durable on return, rolled back if it raises.
-
-        If cancelled, the transaction has ended, committed or not.
-        """
-        ...
-
-    async def connect(self) -> None: ...
-
-    async def dispose(self) -> None: ...
-
-
 class AsyncWriteConnection:
-    """Writes with an asynchronous driver, on the event loop."""
+    """The one connection that writes, one transaction at a time, durable when `transact` returns,
+    rolled back if its work raises. If cancelled, the transaction has ended, committed or not."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -194,11 +175,8 @@ class AsyncWriteConnection:
 
 
 class ThreadWriteConnection:
-    """Writes with a blocking driver, in its own thread. Work may only await its connection.
-
-    A connection is kept from one transaction to the next, and closed after one that
-    failed.
-    """
+    """The same for a blocking driver, in its own thread. Work may only await its connection, which
+    is kept from one transaction to the next, and closed after one that failed."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -297,7 +275,6 @@ def _run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder of `path`. Raises ConfigError if it cannot be made or `path` is a folder."""
     if path.is_dir():
         raise ConfigError(f"The store {path} is a folder.", hint="Give the path of a file in it.")
     try:
@@ -315,13 +292,12 @@ class Files:
         self._seen: dict[Path, tuple[int, int]] = {}
 
     def begin(self) -> None:
-        """Call for each new connection: the log file may be a new one if no other connection was
-        open.
-        """
+        """Call for each new connection: the log is a new file if no other connection was open."""
         self._seen.pop(self._log, None)
 
     def check(self) -> None:
-        """Raises StoreLost if a file was removed or replaced."""
+        """Raises StoreLost if a file was removed or replaced, because what is written would be
+        lost."""
         for path in self._wanted:
             try:
                 found = path.stat()
@@ -408,13 +384,13 @@ class Database:
     Args:
         files: the files of SQLite; None for PostgreSQL.
         reserve: space held back on the disk of SQLite's file; None: none.
-        sessions: number of connections that `writer` has had. When it grows, another process may
-            have had the store in between.
+        sessions: connections that `writer` has had. When it grows, another process may have had the
+            store in between.
         session_pid: process id of the latest of them at PostgreSQL.
     """
 
     name: str
-    writer: WriteConnection
+    writer: AsyncWriteConnection | ThreadWriteConnection
     reader: AsyncEngine
     files: Files | None = None
     reserve: Reserve | None = None
@@ -422,8 +398,6 @@ class Database:
     session_pid: int = 0
 
     def check_files(self) -> None:
-        """Raises StoreLost if a file was removed or replaced, because what is written would be
-        lost."""
         if self.files is not None:
             self.files.check()
 
@@ -449,14 +423,8 @@ async def open_database(
     *,
     shared: bool = False,
 ) -> AsyncIterator[Database]:
-    """Opens the database at `where`, or creates it, and locks it for this process.
-
-    Args:
-        where: a path, `sqlite:///path` or `postgresql://user@host/name`.
-        wait_seconds: how long to wait for a PostgreSQL that does not answer yet.
-        reserve_bytes: space to hold back on the disk of SQLite's file.
-        shared: other servers may have it: refuse at once.
-    """
+    """Opens the database at `where`, or creates it, and locks it for this process; see
+    `open_store`."""
     url = locate(where)
     async with AsyncExitStack() as stack:
         if url.get_backend_name() == "sqlite":
@@ -481,11 +449,8 @@ async def open_database(
 
 
 async def _connect(database: Database, wait_seconds: float) -> None:
-    """Makes the first connection, which takes the lock before anything is read.
-
-    Whoever starts a server and its database together starts them in any order: a database that
-    does not answer yet is asked again for `wait_seconds`.
-    """
+    """Makes the first connection, which takes the lock before anything is read. A server and its
+    database may be started in any order: retries for `wait_seconds`."""
     deadline = time.monotonic() + wait_seconds
     for tries in itertools.count(1):
         try:
@@ -517,13 +482,19 @@ def locate(where: str | Path) -> URL:
     """Returns `where` as a URL with a driver; SQLite paths are absolute, with links resolved."""
     if isinstance(where, Path) or "://" not in where:
         return _sqlite_url(str(where))
+    url = read_url(where)
+    return _sqlite_url(url.database or "") if url.get_backend_name() == "sqlite" else url
+
+
+def read_url(where: str) -> URL:
+    """Returns the URL as written for SQLite, with a driver for PostgreSQL."""
     try:
         url = make_url(where)
     except ArgumentError:
         raise ConfigError("The store's URL cannot be read.", hint=_FORMS) from None
     backend = url.get_backend_name()
     if backend == "sqlite":
-        return _sqlite_url(url.database or "")
+        return url
     if backend not in ("postgresql", "postgres"):
         raise ConfigError(f"A store cannot be kept in {backend!r}.", hint=_FORMS)
     if importlib.util.find_spec("asyncpg") is None:
@@ -580,13 +551,17 @@ def _sqlite(url: URL, files: Files) -> Database:
 
     @event.listens_for(reader.sync_engine, "connect")
     def set_up_reader(connection: Any, record: object) -> None:
-        _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
+        only_query(connection)
 
     @event.listens_for(writer, "begin")
     def begin(connection: Any) -> None:
         connection.connection.driver_connection.execute("BEGIN IMMEDIATE")
 
     return database
+
+
+def only_query(connection: Any) -> None:
+    _pragmas(connection, f"busy_timeout={_BUSY_TIMEOUT_MS}", "query_only=ON")
 
 
 def _pragmas(connection: Any, *settings: str) -> None:
@@ -633,8 +608,7 @@ def _postgresql(url: URL, lock_wait_seconds: float) -> Database:
 
 
 async def _prepare_tables(database: Database) -> None:
-    """Creates the tables in an empty database, or updates older ones. A database of another program
-    is refused and stays unchanged."""
+    """Creates or updates the tables; a database of another program is refused, unchanged."""
     async with database.reader.connect() as connection:
         names = set(await connection.run_sync(lambda sync: inspect(sync).get_table_names()))
         is_ours = schema_version.name in names
@@ -742,9 +716,7 @@ class RetryGate:
             raise DatabaseUnreachable(self._why, hint=f"The next retry is in {left:.1f} seconds.")
 
     def failed(self, error: DatabaseUnreachable) -> None:
-        """Records a failed try; the pause grows with each one. Rejections by `check` do not
-        count.
-        """
+        """Records a failed try; the pause grows with each one. Rejections do not count."""
         if self._next_try > self._clock():
             return
         self._why = error.message
@@ -752,9 +724,7 @@ class RetryGate:
         self._next_try = self._clock() + _BACKOFF.seconds(self._failures)
 
     def open(self) -> None:
-        """Lets the next call try, because the database answers again."""
         self._next_try = 0.0
 
     def worked(self) -> None:
-        """Resets the pause after a success."""
         self._failures = 0

@@ -1,15 +1,13 @@
 """The SQL of deliveries: which groups of a queue are next, and how their states change.
 
-Every change of a delivery goes through `advance`, which checks the table of transitions.
-`drop_stale` is where groups that have become too old are dropped.
-"""
+Every change of a delivery goes through `advance`, which checks the table of transitions."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import methodcaller
 from typing import Any, Final
 
 import msgspec
@@ -52,15 +50,7 @@ FILLED_AT_ONCE = 2048
 
 @dataclass(frozen=True)
 class GroupSelection:
-    """A filter for queued groups, and limits.
-
-    Args:
-        environments: only groups of these; None: of all.
-        min_version: only groups of this policy version or a later one, or of an unknown one.
-        max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group is
-            selected even if it is larger.
-        min_groups: select nothing if fewer groups pass the filter.
-    """
+    """A filter for queued groups, and limits; see `Store.lease`. None: no limit."""
 
     environments: frozenset[str] | None = None
     min_version: int | None = None
@@ -86,9 +76,7 @@ async def advance(
     *,
     lease_id: str | None,
 ) -> list[GroupRow]:
-    """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none.
-    Raises ConflictError: the table of transitions forbids it for one of them.
-    """
+    """Changes the state of `rows`, given as they are in the queue now, to `target`; all or none."""
     for row in rows:
         check_group(row.group_id, row.state, target, event)
     settled_at = tx.now if target in SETTLED else None
@@ -106,10 +94,13 @@ async def advance(
     return [msgspec.structs.replace(row, state=target, lease_id=lease_id) for row in rows]
 
 
-async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) -> None:
+async def move(tx: Transaction, group_ids: Sequence[str], to: GroupState) -> None:
+    """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
+    or none. Broadcast runs get the queued ones as well. Raises ConflictError: a group's state
+    does not allow it."""
     rows = await rows_of(tx.connection, group_ids)
-    await advance(tx, SHARED, rows, target, "move", lease_id=None)
-    if target == "queued":
+    await advance(tx, SHARED, rows, to, "move", lease_id=None)
+    if to == "queued":
         for queue in tx.memory.fan_out():
             await _fill(tx, queue, [row.seq for row in rows])
         for queue, last in tx.memory.filled.items():
@@ -117,12 +108,8 @@ async def move(tx: Transaction, group_ids: Sequence[str], target: GroupState) ->
 
 
 async def fill(tx: Transaction, queue: str, first: int) -> int | None:
-    """Copies the next groups, from number `first` on, into `queue`; skips those that are buffered,
-    dropped or already there.
-
-    Returns:
-        The number to continue with, or None if these were the last.
-    """
+    """Copies the next groups, from number `first` on, into `queue`, but those that are buffered,
+    dropped or already there. Returns the number to continue with; None if these were the last."""
     of = deliveries.c
     numbers = select(of.seq).where(of.queue == SHARED, of.seq >= first)
     looked_at = numbers.order_by(of.seq).limit(FILLED_AT_ONCE).subquery()
@@ -134,13 +121,8 @@ async def fill(tx: Transaction, queue: str, first: int) -> int | None:
 
 
 async def _fill(tx: Transaction, queue: str, seqs: Sequence[int]) -> None:
-    """Like `fill`, for the groups with these numbers."""
     for part in chunks(seqs):
-        await _fill_from(tx, queue, partial(_is_in, part))
-
-
-def _is_in(part: Sequence[int], seq: ColumnElement[int]) -> ColumnElement[bool]:
-    return seq.in_(part)
+        await _fill_from(tx, queue, methodcaller("in_", part))
 
 
 async def _fill_from(
@@ -165,7 +147,6 @@ async def _fill_from(
 
 
 async def choose(tx: Transaction, queue: str, wanted: GroupSelection) -> list[GroupRow]:
-    """Returns the oldest queued groups that match, up to the limits."""
     chosen: list[GroupRow] = []
     seen = sequences = tokens = 0
     is_full = False
@@ -233,8 +214,7 @@ def _page(
     queue: str, names: set[str] | None, min_version: int | None, first: int, limit: int | None
 ) -> Select[Any]:
     """Selects the next page. Each environment has its own subquery, so that an index has it in
-    order.
-    """
+    order."""
     waiting = deliveries.alias("waiting")
     of = waiting.c
     where = [of.queue == queue, of.state == literal_column("'queued'"), of.seq >= first]
@@ -255,9 +235,7 @@ def _page(
 async def oldest_queued_at(
     connection: AsyncConnection, memory: Memory, queue: str, environments: frozenset[str]
 ) -> float | None:
-    """Returns when the oldest queued group of these environments (empty: of all) was accepted;
-    None if there is none.
-    """
+    """Returns when the oldest queued group of these environments (empty: of all) was accepted."""
     queued = memory.queued_environments(queue)
     names = queued & environments if environments else queued
     if not names:
@@ -316,6 +294,14 @@ class Backlog(msgspec.Struct, frozen=True):
     leased_groups: int
 
 
+async def waiting_bytes(connection: AsyncConnection, queues: Collection[str]) -> int:
+    """Returns the size of the bodies that wait, or are leased, in the largest of these queues."""
+    of = deliveries.c
+    where = (of.queue.in_(sorted(queues)), of.settled_at.is_(None))
+    query = select(func.sum(of.stored_bytes)).where(*where).group_by(of.queue)
+    return max((int(size) for size in await connection.scalars(query)), default=0)
+
+
 async def backlogs(connection: AsyncConnection, memory: Memory, now: float) -> dict[str, Backlog]:
     # A literal, because of the partial index; see groups.py.
     is_open = leases.c.state == literal_column("'open'")
@@ -361,9 +347,8 @@ class DamagedBodies(StoreError):
 
 
 def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Decodes the bodies of these groups. CPU work: run it in a thread.
-    Raises DamagedBodies: some are damaged; it names all of them.
-    """
+    """Decodes the bodies of these groups. CPU work: run it in a thread. Raises DamagedBodies, which
+    names all that are damaged."""
     bodies: list[bytes] = []
     reasons: dict[str, str] = {}
     for group_id, (encoding, data) in zip(group_ids, stored, strict=True):
@@ -376,7 +361,16 @@ def decode_all(group_ids: Sequence[str], stored: Sequence[tuple[int, bytes]]) ->
     return bodies
 
 
-async def drop_damaged(tx: Transaction, reasons: Mapping[str, str], undo: str | None) -> list[str]:
+async def drop_damaged(
+    tx: Transaction, reasons: Mapping[str, str], *, undo: str | None = None
+) -> list[str]:
+    """Drops groups whose bodies cannot be read from every queue where they wait or are leased,
+    and keeps the reasons (by group id). Returns the ids that were not known to be damaged.
+
+    Args:
+        undo: id of an open lease that no client has received yet: its other groups are queued
+            again, and the id can be used again.
+    """
     ids = list(reasons)
     numbers = await seqs_of(tx.connection, ids)
     for queue in sorted({SHARED, *(run.queue for run in tx.memory.runs.values())}):
@@ -436,6 +430,7 @@ async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -
 
 
 async def list_damaged(connection: AsyncConnection, limit: int) -> list[DamagedGroup]:
+    """Returns up to `limit` groups whose bodies are damaged, latest found first."""
     query = (
         select(groups.c.group_id, damaged.c.reason, damaged.c.found_at)
         .join_from(damaged, groups, damaged.c.seq == groups.c.seq)

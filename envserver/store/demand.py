@@ -1,10 +1,8 @@
 """Computes how many groups may be open, from what trainers take.
 
 In: the queues and the open runs, from memory, and the number of groups being made. Out: how many
-more may be started (`rollouts.policy` has the rules), and which silent runs are closed because
-they block others. Waiting tasks are woken when groups are taken, made or dropped and when a version
-is published; nothing polls.
-"""
+more may be started (`rollouts.policy` has the rules), and which silent runs are closed because they
+block others. Nothing polls."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -65,7 +63,6 @@ class Staleness:
         """Groups dropped from queues since the start, counted once per queue."""
 
     def publish(self, version: int) -> None:
-        """Stops leasing groups that are too old for `version`."""
         self._store.oldest_version = oldest_deliverable(version, self._most)
         self._published.announce(self._published.number + 1)
 
@@ -92,7 +89,6 @@ class Demand:
     Args:
         smallest_group: trajectories in the smallest group that any environment delivers.
         silent_run_seconds: see `RolloutsConfig`; None: no run is ever closed.
-        clock: returns seconds; any clock.
     """
 
     def __init__(
@@ -134,7 +130,6 @@ class Demand:
         return most_waiting(batch, self._bounds) if batch else self._bounds.most_groups
 
     async def wait_for_capacity(self, env: str) -> None:
-        """Waits until a group of `env` may be started."""
         while True:
             ours, theirs = self._changes.number, self._store.activity
             if self.free_capacity(env) > 0:
@@ -170,29 +165,17 @@ class Demand:
         found = []
         for name, run in self._store.open_runs.items():
             queued, leased, done = (
-                self._count(run, state) for state in ("queued", "leased", "acked")
+                self._store.count_of(run, state) for state in ("queued", "leased", "acked")
             )
             known, since = before.get(name, (-1, now))
             if leased or not queued or done != known:
                 since = now
             self._moved[name] = (done, since)
+            is_broadcast = run.delivery == "broadcast"
             found.append(
-                RunActivity(
-                    name=name,
-                    is_broadcast=run.delivery == "broadcast",
-                    silent_seconds=now - since,
-                )
+                RunActivity(name=name, is_broadcast=is_broadcast, silent_seconds=now - since)
             )
         return found
-
-    def _count(self, run: KnownRun, wanted: str) -> int:
-        return sum(
-            count
-            for (queue, env, state), count in self._store.tallies.items()
-            if queue == run.queue
-            and state == wanted
-            and (not run.environments or env in run.environments)
-        )
 
     def _depths(self) -> dict[str, dict[str, Depth]]:
         found: dict[str, dict[str, Depth]] = {}
@@ -201,10 +184,8 @@ class Demand:
                 continue
             of_queue = found.setdefault(queue, {})
             known = of_queue.get(env, Depth())
-            if state == "leased":
-                of_queue[env] = Depth(known.queued, known.leased + count)
-            else:
-                of_queue[env] = Depth(known.queued + count, known.leased)
+            more = (0, count) if state == "leased" else (count, 0)
+            of_queue[env] = Depth(known.queued + more[0], known.leased + more[1])
         return found
 
     def _takers(self) -> list[Taker]:
@@ -229,62 +210,44 @@ class Demand:
         return math.ceil(run.batch_size / self._smallest_group)
 
 
-class StoreSink:
-    """Stores the groups of one environment of this server for trainers.
-
-    Args:
-        env: name of the environment.
-        demand: the demand of all environments of this server.
-    """
-
-    def __init__(self, store: Store, env: str, demand: Demand) -> None:
-        self._store = store
-        self._env = env
-        self._demand = demand
-
-    async def put(self, group: Group) -> None:
-        body = await asyncio.to_thread(pack, group)
-        await self._store.put([put_of(group, body)])
-
-    async def dropped(self, scored: Scored) -> None:
-        """Counts a group that was scored and is not stored, in the estimate of its task.
-        Raises StoreError: it may not have been counted.
-        """
-        await self._store.count_dropped([scored])
-
-    async def known(self, group_ids: list[str]) -> set[str]:
-        return await self._store.existing(group_ids)
-
-    async def wait_for_capacity(self) -> None:
-        """Waits until another group may be started."""
-        await self._demand.wait_for_capacity(self._env)
-
-    def opened(self, groups: int) -> None:
-        """Adds `groups` (may be negative) to the number of groups being made."""
-        self._demand.opened(self._env, groups)
-
-
 class StoreOrderSink:
-    """Stores the groups of orders (`rollouts.ordered.GroupSink`).
+    """Stores the groups of orders (`rollouts.ordered.GroupSink`): clients fetch them by id, no run
+    leases them, and retention keeps them as long as delivered groups."""
 
-    No run ever leases them: a client fetches them by id. Retention keeps them as long as
-    delivered groups.
-    """
+    _state: Literal["queued", "dropped"] = "dropped"
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def put(self, group: Group) -> None:
-        body = await asyncio.to_thread(pack, group)
-        put = msgspec.structs.replace(put_of(group, body), state="dropped")
-        await self._store.put([put])
+        put = put_of(group, await asyncio.to_thread(pack, group))
+        await self._store.put([msgspec.structs.replace(put, state=self._state)])
 
     async def known(self, group_ids: list[str]) -> set[str]:
         return await self._store.existing(group_ids)
 
 
+class StoreSink(StoreOrderSink):
+    """Stores the groups of one environment of this server for trainers."""
+
+    _state = "queued"
+
+    def __init__(self, store: Store, env: str, demand: Demand) -> None:
+        super().__init__(store)
+        self._env = env
+        self._demand = demand
+
+    async def dropped(self, scored: Scored) -> None:
+        await self._store.count_dropped([scored])
+
+    async def wait_for_capacity(self) -> None:
+        await self._demand.wait_for_capacity(self._env)
+
+    def opened(self, groups: int) -> None:
+        self._demand.opened(self._env, groups)
+
+
 def put_of(group: Group, body: bytes) -> GroupPut:
-    """Returns the record that stores `group`, whose packed form is `body`."""
     rows = [row for trajectory in group.trajectories for row in trajectory.sequences]
     return GroupPut(
         group_id=group.group_id,

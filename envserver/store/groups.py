@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -38,10 +39,8 @@ from .transaction import Transaction, chunks
 
 
 def begins_with(column: Column[str], prefix: str, dialect: Dialect) -> ColumnElement[bool]:
-    """Returns the condition that `column` begins with `prefix`.
-
-    SQLite orders texts by their bytes, so it needs to look at a part of the column's index only.
-    PostgreSQL orders them by the rules of the database's language and looks at all.
+    """Returns the condition that `column` begins with `prefix`. SQLite orders texts by their bytes,
+    so it looks at a part of the column's index only; PostgreSQL, by the language's rules, at all.
     """
     begins = func.substr(column, 1, len(prefix)) == prefix
     if dialect.name != "sqlite" or not prefix:
@@ -55,10 +54,8 @@ _LENGTHS: Final = (1, 8, 64, 500)
 
 
 class Statement:
-    """A statement whose parameters are given as a tuple, in the order of `names`.
-
-    No parameter has a type whose values SQLAlchemy converts.
-    """
+    """A statement whose parameters are given as a tuple, in the order of `names`; none has a type
+    whose values SQLAlchemy converts."""
 
     def __init__(self, statement: Insert | Select[Any] | Update, names: Sequence[str]) -> None:
         self._names: Final = list(names)
@@ -66,7 +63,6 @@ class Statement:
         self._texts: dict[str, str] = {}
 
     async def one(self, connection: AsyncConnection, values: tuple[Any, ...]) -> Iterable[Any]:
-        """Runs it once; returns the rows."""
         return await connection.exec_driver_sql(self._text(connection), values)
 
     async def many(self, connection: AsyncConnection, values: Sequence[tuple[Any, ...]]) -> None:
@@ -86,14 +82,8 @@ class Statement:
 
 
 class ListStatement:
-    """A query for rows that have one of a list of values, of any length.
-
-    It is compiled for a few lengths; the last value fills up.
-
-    Args:
-        query: returns the query, from the parameters for the list.
-        names: of its other parameters, which stand before the list.
-    """
+    """A query for rows that have one of a list of values, of any length. It is compiled for a few
+    lengths; the last value fills up. `names`: its other parameters, which stand before the list."""
 
     def __init__(
         self, query: Callable[[Sequence[BindParameter[Any]]], Select[Any]], names: Sequence[str]
@@ -105,7 +95,6 @@ class ListStatement:
     async def all(
         self, connection: AsyncConnection, values: tuple[Any, ...], listed: Sequence[Any]
     ) -> list[Any]:
-        """Returns the rows for all of `listed`; it may be of any length."""
         rows: list[Any] = []
         for start in range(0, len(listed), _LENGTHS[-1]):
             part = listed[start : start + _LENGTHS[-1]]
@@ -132,8 +121,8 @@ def insert_into(table: Table) -> Statement:
 
 
 class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A stored estimate. `number` is the order in which tasks were first scored; `scored_at` is
-    when this task was last scored."""
+    """A stored estimate. `number`: order in which tasks were first scored; `scored_at`: the last
+    time."""
 
     number: int
     env: str
@@ -144,7 +133,6 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
-    """Counts groups that this transaction stores; None belongs to no task."""
     by_stream: dict[tuple[str, Split], list[Scored]] = {}
     for one in news:
         if one is not None:
@@ -154,6 +142,8 @@ async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
 
 
 async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
+    """Counts scored groups that are not stored in the estimates of their tasks, each id once;
+    `put` counts those that it stores. Returns how many are new."""
     known = await counted_drops(tx.connection, [one.group_id for one in news])
     new = {one.group_id: one for one in news if one.group_id not in known}
     if new:
@@ -213,34 +203,40 @@ _ADD: Final = Statement(
 )
 
 
-def _row(row: Any) -> EstimateRow:
-    return EstimateRow(
-        number=row.number,
-        env=row.env,
-        split=row.split,
-        task_id=row.task_id,
-        estimate=Estimate(row.attempts, row.weight, row.solved, row.policy_version),
-        scored_at=row.scored_at,
-    )
-
-
 async def estimates_of(
     connection: AsyncConnection, env: str, split: Split, task_ids: Sequence[str]
 ) -> dict[str, Estimate]:
+    """Returns the estimates by task id, for those of these tasks that were ever scored."""
     rows = await _FOUND.all(connection, (env, split), task_ids)
     return {task_id: Estimate(*columns) for _, task_id, *columns in rows}
 
 
 async def estimates_after(
-    connection: AsyncConnection, number: int, limit: int, env: str | None, split: Split | None
+    connection: AsyncConnection,
+    after: int,
+    limit: int,
+    *,
+    env: str | None = None,
+    split: Split | None = None,
 ) -> list[EstimateRow]:
-    query = select(estimates).where(estimates.c.number > number)
+    """Returns up to `limit` estimates after number `after`, in order."""
+    query = select(estimates).where(estimates.c.number > after)
     if env is not None:
         query = query.where(estimates.c.env == env)
     if split is not None:
         query = query.where(estimates.c.split == split)
     query = query.order_by(estimates.c.number).limit(limit)
-    return [_row(row) for row in await connection.execute(query)]
+    return [
+        EstimateRow(
+            number=row.number,
+            env=row.env,
+            split=row.split,
+            task_id=row.task_id,
+            estimate=Estimate(*(row._mapping[name] for name in _COLUMNS)),
+            scored_at=row.scored_at,
+        )
+        for row in await connection.execute(query)
+    ]
 
 
 async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -> set[str]:
@@ -252,11 +248,27 @@ async def counted_drops(connection: AsyncConnection, group_ids: Sequence[str]) -
     return found
 
 
-async def count_drops_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    """Counts the scored groups whose id begins with `prefix` that were not stored."""
-    begins = begins_with(dropped_groups.c.group_id, prefix, connection.dialect)
-    count = await connection.execute(select(func.count()).select_from(dropped_groups).where(begins))
-    return int(count.scalar_one())
+async def existing(connection: AsyncConnection, group_ids: Sequence[str]) -> set[str]:
+    """Returns those of these ids that were ever stored, delivered or not."""
+    return set(await seqs_of(connection, list(set(group_ids))))
+
+
+async def made(connection: AsyncConnection, group_ids: Sequence[str]) -> set[str]:
+    """Returns those of these ids that were ever stored or counted as dropped."""
+    stored = await seqs_of(connection, group_ids)
+    return {*stored, *await counted_drops(connection, group_ids)}
+
+
+async def count_with_prefix(connection: AsyncConnection, prefix: str, table: Table = groups) -> int:
+    """Counts the groups ever stored whose id begins with `prefix`."""
+    begins = begins_with(table.c.group_id, prefix, connection.dialect)
+    return await connection.scalar(select(func.count()).select_from(table).where(begins)) or 0
+
+
+async def count_made(connection: AsyncConnection, prefix: str) -> int:
+    """Counts the groups that were stored or counted as dropped, by the prefix of their ids."""
+    stored = await count_with_prefix(connection, prefix)
+    return stored + await count_with_prefix(connection, prefix, dropped_groups)
 
 
 log = structlog.get_logger(__name__)
@@ -277,9 +289,7 @@ class EncodedPut:
 
 
 def encode_puts(puts: Sequence[GroupPut]) -> list[EncodedPut]:
-    """Checks groups and compresses their bodies. CPU work: run it in a thread.
-    Raises InputError: a group has no id, or may not be put in its state.
-    """
+    """Checks groups and compresses their bodies. CPU work: run it in a thread."""
     for index, put in enumerate(puts):
         if put.state not in FIRST_STATES:
             raise InputError(
@@ -338,7 +348,7 @@ async def _insert(tx: Transaction, items: Sequence[EncodedPut]) -> None:
     numbered = list(enumerate(items, tx.memory.next_seq))
     tx.memory.next_seq += len(items)
     await _into_groups.many(
-        tx.connection, [_group(seq, item.put, tx.now) for seq, item in numbered]
+        tx.connection, [(seq, *_group_of(item.put), tx.now) for seq, item in numbered]
     )
     facts = [
         facts_row(seq, item.put.env, item.put.facts) for seq, item in numbered if item.put.facts
@@ -369,35 +379,14 @@ _into_facts: Final = insert_into(group_facts)
 _into_deliveries: Final = insert_into(deliveries)
 
 
-def _group(seq: int, put: GroupPut, now: float) -> tuple[object, ...]:
-    return (
-        seq,
-        put.group_id,
-        put.env,
-        put.format,
-        put.size,
-        put.tokens,
-        put.max_length,
-        put.policy_version,
-        put.env_id,
-        now,
-    )
+_group_of: Final = attrgetter(*groups.columns.keys()[1:-1])
 
 
 def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[object, ...]:
     put = item.put
-    lease_id, settled_at = None, now if put.state in SETTLED else None
-    stored_bytes = len(item.stored)
-    return (
-        queue,
-        seq,
-        put.env,
-        put.policy_version,
-        stored_bytes,
-        put.state,
-        lease_id,
-        settled_at,
-    )
+    settled_at = now if put.state in SETTLED else None
+    size = len(item.stored)
+    return (queue, seq, put.env, put.policy_version, size, put.state, None, settled_at)
 
 
 def rows_in(queue: str) -> Select[Any]:
@@ -408,24 +397,12 @@ def rows_in(queue: str) -> Select[Any]:
 
 def group_columns() -> list[Column[Any]]:
     """Returns the columns of a `GroupRow` in order, of `groups` and `deliveries`."""
-    of_group = groups.c
-    return [
-        of_group.seq,
-        of_group.group_id,
-        of_group.env,
-        of_group.format,
-        of_group.size,
-        of_group.tokens,
-        of_group.max_length,
-        of_group.policy_version,
-        of_group.env_id,
-        deliveries.c.state,
-        deliveries.c.lease_id,
-        of_group.created_at,
-    ]
+    names = GroupRow.__struct_fields__
+    return [groups.c[name] if name in groups.c else deliveries.c[name] for name in names]
 
 
 async def pending(connection: AsyncConnection) -> list[GroupRow]:
+    """Returns the queued and buffered groups of the shared queue, oldest first."""
     rows: list[GroupRow] = []
     for waiting in (QUEUED, _BUFFERED):
         query = rows_in(SHARED).where(waiting).order_by(deliveries.c.seq)
@@ -434,23 +411,16 @@ async def pending(connection: AsyncConnection) -> list[GroupRow]:
 
 
 async def arrived_after(connection: AsyncConnection, seq: int, limit: int) -> list[GroupRow]:
+    """Returns up to `limit` kept groups that arrived after number `seq`, in order."""
     after = deliveries.c.seq > seq
     query = rows_in(SHARED).where(after).order_by(deliveries.c.seq).limit(limit)
     return [GroupRow(*row) for row in await connection.execute(query)]
 
 
-async def count_with_prefix(connection: AsyncConnection, prefix: str) -> int:
-    begins = begins_with(groups.c.group_id, prefix, connection.dialect)
-    count = await connection.execute(select(func.count()).select_from(groups).where(begins))
-    return int(count.scalar_one())
-
-
 async def rows_of(
     connection: AsyncConnection, group_ids: Sequence[str], queue: str = SHARED
 ) -> list[GroupRow]:
-    """Returns the groups of a queue with these ids, in order, each once.
-    Raises NotFoundError: a group does not exist or is no longer kept.
-    """
+    """Returns the groups of a queue with these ids, in order, each once."""
     wanted = list(dict.fromkeys(group_ids))
     found = await kept_rows(connection, wanted, queue)
     await _require(connection, wanted, found)
@@ -472,6 +442,7 @@ async def kept_rows(
 async def stored_bodies(
     connection: AsyncConnection, group_ids: Sequence[str]
 ) -> list[tuple[int, bytes]]:
+    """Like `bodies`, but returns each body's encoding and encoded bytes (`packed.py`)."""
     found: dict[str, tuple[int, bytes]] = {}
     both = select(groups.c.group_id, bodies.c.encoding, bodies.c.body).join_from(
         groups, bodies, groups.c.seq == bodies.c.seq

@@ -1,16 +1,14 @@
 """Several servers on one PostgreSQL: one leads, the others follow and take over.
 
-In: the address of a store. Out: the open store, once this server leads; until then, who does. The
-server whose session holds the store's lock leads. It renews its row every second; the others look
-at the row and at the lock four times a second, and a notification makes them look at once.
+The server whose session holds the store's lock leads. It renews its row every second; the others
+look at the row and at the lock four times a second, and a notification makes them look at once.
 
-What always holds: only the leader writes, because the session that writes holds the lock. A leader
-that is silent while its session still holds the lock (its process is stopped, its machine is gone)
-loses that session: a follower has PostgreSQL end it. What it had not committed is rolled back, and
-when it wakes it finds another owner in the store and ends (`StoreLost`). Silence is counted in
-looks that saw the same beat, so neither a database that pauses nor a follower that does counts as
-a silent leader. No clocks of two machines are compared.
-"""
+Only the leader writes, because the session that writes holds the lock. A leader that is silent
+while its session still holds the lock (its process is stopped, its machine is gone) loses that
+session: a follower has PostgreSQL end it. What it had not committed is rolled back, and when it
+wakes it finds another owner in the store and ends (`StoreLost`). Silence is counted in looks that
+saw the same beat, so neither a database that pauses nor a follower that does counts as a silent
+leader. No clocks of two machines are compared."""
 
 from __future__ import annotations
 
@@ -67,16 +65,15 @@ class _Look:
 
 
 class Leadership:
-    """This server's part among the servers of a store; made by `leadership`. `takeover_seconds`:
-    seconds of silence after which a leader's session is ended; the same for all servers of a store.
-    """
+    """This server's part among the servers of a store. `takeover_seconds`: silence after which a
+    leader's session is ended; the same for all servers of a store."""
 
     def __init__(self, where: str, engine: AsyncEngine, takeover_seconds: float) -> None:
         self.url = ""
         """Where the other servers reach this one; set it before `lead`."""
         self.leader: Leader | None = None
-        """The server that leads and answers, as last seen; None: none is known, or this one
-        leads."""
+        """The server that leads and answers, as last seen; None: none is known, or this one leads.
+        """
         self.leads = False
         self.owner = ""
         """This server's id as the leader, which marks requests that followers pass on."""
@@ -97,9 +94,7 @@ class Leadership:
 
     @asynccontextmanager
     async def lead(self) -> AsyncIterator[Store]:
-        """Waits until this server leads; yields the open store.
-        Raises ConfigError, StoreError: see `open_store`.
-        """
+        """Waits until this server leads; yields the open store."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end_beats)
             while True:
@@ -123,7 +118,7 @@ class Leadership:
             yield store
 
     def answer(self) -> None:
-        """Tells the others that this leader answers requests from now on."""
+        """Announces that this leader answers requests from now on."""
         self._answers = True
         self._woken.set()
 
@@ -217,7 +212,8 @@ class Leadership:
                 if url != named:
                     await self._notify(connection)
                     named = url
-                self.followers = await self._who_follows(connection)
+                names = await connection.scalars(_FOLLOWERS, {"prefix": _FOLLOWS})
+                self.followers = [name.removeprefix(_FOLLOWS) for name in names]
             except (SQLAlchemyError, OSError) as error:
                 if self._reachable:
                     log.warning("beat_failed", error=str(typed(error)))
@@ -237,10 +233,6 @@ class Leadership:
         with suppress(SQLAlchemyError, OSError, TimeoutError):
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._notify(await self._connected())
-
-    async def _who_follows(self, connection: AsyncConnection) -> list[str]:
-        names = await connection.scalars(_FOLLOWERS, {"prefix": _FOLLOWS})
-        return [name.removeprefix(_FOLLOWS) for name in names]
 
     async def _notify(self, connection: AsyncConnection) -> None:
         await connection.execute(text(f"NOTIFY {_CHANNEL}"))
@@ -286,9 +278,7 @@ class Leadership:
 
 @asynccontextmanager
 async def leadership(where: str, takeover_seconds: float) -> AsyncIterator[Leadership]:
-    """Prepares to share the store at `where`, over one connection to the database.
-    Raises ConfigError: only one process can open a store of this kind.
-    """
+    """Prepares to share the store at `where`, over one connection to the database."""
     url = locate(where)
     if url.get_backend_name() == "sqlite":
         raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from sqlalchemy import (
     ColumnElement,
     Float,
     FromClause,
+    Integer,
     Row,
     Select,
     and_,
@@ -45,14 +47,11 @@ def after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> Co
 
 
 def cursor_of(order: str, values: Any) -> str:
-    """Returns the cursor of the page after a row with these values of its order's columns."""
     return base64.urlsafe_b64encode(msgspec.json.encode(_Cursor(order, list(values)))).decode()
 
 
 def read_cursor(cursor: str, order: str, count: int) -> list[float]:
-    """Returns the values in a cursor of `order`, which has `count` columns.
-    Raises InputError: it is not one of this order.
-    """
+    """Returns the values in a cursor of `order`, which has `count` columns."""
     try:
         made = msgspec.json.decode(base64.urlsafe_b64decode(cursor), type=_Cursor)
     except (binascii.Error, ValueError):
@@ -90,10 +89,8 @@ _KEYS: Final[dict[str, tuple[ColumnElement[Any] | None, bool]]] = {
 
 
 class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which groups, in which order. None and "": no filter.
-
-    Groups without facts (of older versions) do not match a filter of theirs, and are left out of
-    the orders by reward.
+    """Which groups, in which order. None and "": no filter. Groups without facts (of older
+    versions) match no filter of theirs, and are left out of the orders by reward.
 
     Args:
         after: number of a group: only those that arrived later.
@@ -126,8 +123,6 @@ class GroupQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListedGroup(msgspec.Struct, frozen=True):
-    """A group of a list; `facts` is None for groups of older versions."""
-
     row: GroupRow
     facts: GroupFacts | None
 
@@ -140,15 +135,12 @@ class Page(msgspec.Struct, frozen=True):
 
 
 async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, limit: int) -> Page:
-    """Returns up to `limit` groups after `cursor` ("": the first ones).
-
-    Groups that arrive meanwhile move nothing: each is on one page at most.
-    Raises InputError: the cursor is not one of this order.
-    """
+    """Returns up to `limit` groups after `cursor` ("": the first ones). Groups that arrive
+    meanwhile move nothing: each is on one page at most."""
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq
     by = [column for column in (key, number) if column is not None]
-    statement = _selected(*by).where(*filters_of(query))
+    statement = _selected(*by).where(*_filters_of(query))
     if key is not None:
         statement = statement.where(key.is_not(None))
     if cursor:
@@ -161,17 +153,16 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
 
 def _selected(*by: ColumnElement[Any]) -> Select[Any]:
     columns = [*group_columns(), *group_facts.c, *(one.label(None) for one in by)]
-    return select(*columns).select_from(joined_tables())
+    return select(*columns).select_from(_joined_tables())
 
 
-def joined_tables() -> FromClause:
-    """Returns the tables that a filter is about, of which only groups have to be there."""
+def _joined_tables() -> FromClause:
     both = deliveries.join(groups, deliveries.c.seq == groups.c.seq)
     return both.outerjoin(group_facts, _facts.seq == groups.c.seq)
 
 
-def filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
-    """Returns the conditions of `query` on the rows of `joined_tables`."""
+def _filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
+    """Returns the conditions of `query` on the rows of `_joined_tables`."""
     of = groups.c
     equal = [
         (of.env, query.environment),
@@ -240,6 +231,50 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
+BINS: Final = 20
+
+
+class RewardCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups by mean reward.
+
+    Args:
+        groups: all that match; `unscored` of them have no mean reward.
+        low, high: ends of the bins: 0 and 1 if all means lie between, else the least and the
+            greatest; None without a mean.
+        counts: groups in each of `BINS` equal bins, which have their lower ends; the last has both.
+    """
+
+    groups: int
+    unscored: int
+    low: float | None
+    high: float | None
+    counts: list[int]
+
+
+async def reward_counts(connection: AsyncConnection, query: GroupQuery) -> RewardCounts:
+    """Counts the kept groups that `query` matches, in two passes over their facts."""
+    mean = group_facts.c.reward_mean
+    ends = func.count(), func.count(mean), func.min(mean), func.max(mean)
+    found = select(*ends).select_from(_joined_tables()).where(*_filters_of(query))
+    count, scored, least, greatest = (await connection.execute(found)).one()
+    if not scored:
+        return RewardCounts(groups=count, unscored=count, low=None, high=None, counts=[])
+    low, high = (0.0, 1.0) if least >= 0 and greatest <= 1 else (least, greatest)
+    # Rounded, because the bounds become a filter: 3 / 20 belongs to the bin that 0.15 begins.
+    bounds = [float(f"{low + (high - low) * n / BINS:.9g}") for n in range(1, BINS)]
+    above = [func.sum(cast(case((mean >= bound, 1), else_=0), Integer)) for bound in bounds]
+    sums = select(*above).select_from(_joined_tables())
+    scored_only = sums.where(mean.is_not(None), *_filters_of(query))
+    at_least = [scored, *(await connection.execute(scored_only)).one(), 0]
+    return RewardCounts(
+        groups=count,
+        unscored=count - scored,
+        low=low,
+        high=high,
+        counts=[more - fewer for more, fewer in pairwise(at_least)],
+    )
+
+
 TaskOrder = Literal["newest", "best", "worst", "widest", "most"]
 """best, worst: by mean reward; widest: by spread; most: by number of groups."""
 
@@ -269,8 +304,6 @@ class SeenTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TasksPage(msgspec.Struct, frozen=True):
-    """Tasks of a list, and the cursor of what follows ("" at the end)."""
-
     tasks: list[SeenTask]
     cursor: str
 
@@ -284,6 +317,7 @@ async def seen_tasks(
     environment: str = "",
     text: str = "",
 ) -> TasksPage:
+    """Returns a page of tasks, as their kept groups show them."""
     found = _summed(environment, text).subquery()
     name, descends = _TASK_KEYS[order]
     names = [name, "last"] if name != "last" else ["last"]
@@ -293,13 +327,15 @@ async def seen_tasks(
         wanted = wanted.where(after(by, read_cursor(cursor, order, len(by)), descends))
     wanted = wanted.order_by(*(one.desc() if descends else one.asc() for one in by)).limit(limit)
     rows = (await connection.execute(wanted)).all()
-    numbers = [row.last for row in rows]
-    last = select(groups.c.seq, groups.c.group_id, groups.c.created_at, groups.c.policy_version)
-    last_groups = {
-        seq: facts
-        for seq, *facts in await connection.execute(last.where(groups.c.seq.in_(numbers)))
-    }
-    tasks = [SeenTask(**_facts_of_tasks(row), **_last(last_groups[row.last])) for row in rows]
+    of = groups.c
+    last = select(
+        of.seq,
+        of.group_id.label("last_group_id"),
+        of.created_at.label("last_time"),
+        of.policy_version.label("last_version"),
+    ).where(of.seq.in_([row.last for row in rows]))
+    last_groups = {row.seq: row._mapping for row in await connection.execute(last)}
+    tasks = [msgspec.convert({**row._mapping, **last_groups[row.last]}, SeenTask) for row in rows]
     following = ""
     if len(rows) == limit:
         following = cursor_of(order, [getattr(rows[-1], one) for one in names])
@@ -343,14 +379,3 @@ def _summed(environment: str, text: str) -> Select[Any]:
 def _share_of(numbers: ColumnElement[Any]) -> ColumnElement[Any]:
     """Returns the sum to divide by; NULL where it is 0."""
     return func.nullif(cast(func.sum(numbers), Float), 0.0)
-
-
-def _facts_of_tasks(row: Any) -> dict[str, Any]:
-    found = dict(row._mapping)
-    del found["last"]
-    return found
-
-
-def _last(facts: list[Any]) -> dict[str, Any]:
-    group_id, created_at, version = facts
-    return {"last_group_id": group_id, "last_time": created_at, "last_version": version}

@@ -2,9 +2,8 @@
 in the gzip form in which they were posted.
 
 Token ids and logprobs shrink by a factor of two to four, which saves more time in the database's
-writes than compression takes. Both forms have a checksum, because SQLite does not notice when a
-disk damages data. `encode` and `decode` are pure, inverse to each other, and release the GIL.
-"""
+writes than compression takes. All forms have a checksum, because SQLite does not notice when a disk
+damages data. `encode` and `decode` are pure, inverse to each other, and release the GIL."""
 
 from __future__ import annotations
 
@@ -49,20 +48,22 @@ class DamagedBody(Exception):
 
 def encode(body: bytes) -> tuple[int, bytes]:
     """Returns (encoding, bytes to store). Small or incompressible bodies are not compressed."""
-    if len(body) >= _MIN_BYTES:
-        packed = zstd.compress(body, options=_OPTIONS)
-        if len(packed) <= 0.9 * len(body):
-            return ZSTD, packed
+    if (frame := smaller(body)) is not None:
+        return ZSTD, frame
     return CHECKED, zlib.crc32(body).to_bytes(_SUM_BYTES, "little") + body
 
 
-def as_posted(gzipped: bytes, posted: bytes, end: bytes) -> tuple[tuple[int, bytes], bytes]:
-    """Stores an object as it came. Returns (encoding, bytes to store), and the body.
+def smaller(body: bytes) -> bytes | None:
+    """Returns `body` as a zstd frame with a checksum; None if that is hardly smaller."""
+    if len(body) < _MIN_BYTES:
+        return None
+    frame = zstd.compress(body, options=_OPTIONS)
+    return frame if len(frame) <= 0.9 * len(body) else None
 
-    Args:
-        gzipped: `posted`, a JSON object, as one gzip member.
-        end: what the body has instead of the object's last brace.
-    """
+
+def as_posted(gzipped: bytes, posted: bytes, end: bytes) -> tuple[tuple[int, bytes], bytes]:
+    """Stores `gzipped`, one gzip member of the JSON object `posted`, as it came; in the body `end`
+    replaces the object's last brace. Returns (encoding, bytes to store), and the body."""
     body = posted[: posted.rindex(b"}")] + end
     if len(gzipped) > 0.6 * len(body):
         return encode(body), body
@@ -119,7 +120,6 @@ def inflate_frame(frame: bytes, most: int) -> bytes:
 
 
 def decode(encoding: int, stored: bytes) -> bytes:
-    """Returns the body that was given to `encode`. Raises DamagedBody: `stored` is damaged."""
     if encoding == RAW:
         return stored
     if encoding == ZSTD:
@@ -195,7 +195,6 @@ def facts_of_rewards(
     task_id: str | None,
     reward_range: RewardRange | None = None,
 ) -> GroupFacts:
-    """Returns the facts of a group of which only the rewards are known."""
     listed = list(rewards)
     given = [one for one in listed if one is not None]
     return GroupFacts(
@@ -210,25 +209,10 @@ def facts_of_rewards(
 
 
 def facts_row(seq: int, env: str, facts: GroupFacts) -> tuple[object, ...]:
-    return (
-        seq,
-        facts.task_id,
-        facts.split,
-        facts.model,
-        _json_text(facts.rewards),
-        facts.reward_mean,
-        facts.reward_min,
-        facts.reward_max,
-        facts.turns,
-        facts.completion_tokens,
-        facts.truncated,
-        facts.seconds,
-        _json_text(facts.flags),
-        _json_text(facts.ends),
-        facts.rated,
-        facts.solved,
-        env,
-    )
+    """Returns a row of `group_facts`, whose columns are the facts in this order."""
+    values = msgspec.structs.astuple(facts)
+    texts = (_json_text(value) if isinstance(value, list | dict) else value for value in values)
+    return (seq, *texts, env)
 
 
 def _json_text(value: object) -> str:

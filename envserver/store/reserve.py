@@ -1,10 +1,7 @@
 """A file beside an SQLite store that holds back disk space, so that a full disk can be drained.
 
-In: the disk becomes full, or has space again. Out: the space of the file, freed or taken again.
 While the disk is full the writer refuses new groups, and what trainers do (leases, acks, runs) uses
-the reserve. What always holds: the disk counts as full until the reserve is held and as much again
-is left.
-"""
+the reserve. The disk counts as full until the reserve is held and as much again is left."""
 
 from __future__ import annotations
 
@@ -20,19 +17,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 log = structlog.get_logger(__name__)
 
 RESERVE_BYTES: Final = 64 * 1024 * 1024
-"""More than SQLite's log and the largest transaction, which must reach the file before space in
-the log can be used again."""
+"""More than SQLite's log and the largest transaction, which must reach the file before space in the
+log can be used again."""
 _SHARE_OF_DISK: Final = 4
-"""The reserve is at most this part (a quarter) of a small disk."""
 
 
 class Reserve:
-    """The reserve of one store.
-
-    Args:
-        store: the path of the store's file.
-        most_bytes: size of the reserve, at most a quarter of the disk.
-    """
+    """The reserve of one store: `most_bytes`, at most a quarter of the disk."""
 
     def __init__(self, store: Path, most_bytes: int) -> None:
         self._path = store.with_name(store.name + ".reserve")
@@ -43,7 +34,6 @@ class Reserve:
         """Whether new groups are refused."""
 
     def begin(self) -> None:
-        """Holds the space back, if there is any."""
         self.full = not self._held
         if self.full:
             self.look_for_space()

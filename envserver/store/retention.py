@@ -10,8 +10,7 @@ The body and the deliveries are removed. The id is kept for ever, and counts sti
 group.
 
 No run draws from the queue of a closed broadcast run, nor from the shared queue if all runs are
-broadcast runs: groups that wait there may be removed.
-"""
+broadcast runs: groups that wait there may be removed."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ from sqlalchemy import ColumnElement, Row, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from .groups import kept_rows
+from .leases import last_but_one
 from .rows import Compacted, GroupState, check_group
-from .runs import last_but_one
 from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
 from .transaction import Memory, Transaction
 
@@ -51,18 +50,13 @@ async def compact(
     """Removes groups that were settled `acked_hours` ago. While all bodies take more than
     `max_bytes` (None: no limit), removes groups that were settled later, oldest first."""
     before = now - acked_hours * 3600
-    removed = await _remove_groups(access, before, None)
-    if max_bytes is not None:
-        removed = _sum(removed, await _remove_groups(access, now, max_bytes))
-    return _sum(removed, await _remove_leases(access, before))
+    old = await _remove_groups(access, before, None)
+    over = _EMPTY if max_bytes is None else await _remove_groups(access, now, max_bytes)
+    return _sum(old, over, await _remove_leases(access, before))
 
 
-def _sum(one: Compacted, other: Compacted) -> Compacted:
-    return Compacted(
-        one.groups + other.groups,
-        one.stored_bytes + other.stored_bytes,
-        one.leases + other.leases,
-    )
+def _sum(*parts: Compacted) -> Compacted:
+    return Compacted(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
 async def _remove_groups(access: Access, before: float, over_bytes: int | None) -> Compacted:
@@ -78,8 +72,8 @@ async def _remove_groups(access: Access, before: float, over_bytes: int | None) 
             removable = list(await _removable(connection, access.memory(), seqs, before))
         for start in range(0, len(removable), _REMOVED_AT_ONCE):
             part = removable[start : start + _REMOVED_AT_ONCE]
-            one = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
-            removed = _sum(removed, await access.write(one))
+            remove = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
+            removed = _sum(removed, await access.write(remove))
         if len(found) < _READ_AT_ONCE:
             break
         last = (found[-1].settled_at, found[-1].seq)
@@ -89,8 +83,7 @@ async def _remove_groups(access: Access, before: float, over_bytes: int | None) 
 def _settled(
     at: ColumnElement[float], key: ColumnElement[Any], before: float, last: tuple[float, Any] | None
 ) -> list[ColumnElement[bool]]:
-    """Returns conditions: settled by `before`, and after the row `last` in the order of `at` and
-    `key`."""
+    """Returns conditions: settled by `before`, and after `last` in the order of `at` and `key`."""
     where = [at.is_not(None), at <= before]
     if last is not None:
         where += [at >= last[0], or_(at > last[0], key > last[1])]
@@ -100,8 +93,7 @@ def _settled(
 async def _remove_some(
     tx: Transaction, seqs: Sequence[int], before: float, over_bytes: int | None
 ) -> Compacted:
-    """Removes those of these groups that may be removed, checked again in this transaction, in
-    order."""
+    """Removes those of these groups that may be removed, checked again in this transaction."""
     chosen: dict[int, Sequence[Row[Any]]] = {}
     left = tx.memory.stored_bytes
     for seq, rows in (await _removable(tx.connection, tx.memory, seqs, before)).items():
@@ -183,7 +175,7 @@ async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, 
 
 
 async def _remove_leases(access: Access, before: float) -> Compacted:
-    """Removes leases that ended by `before`. Acked leases stay until all their groups are removed,
+    """Removes leases that ended by `before`; acked ones stay until all their groups are removed,
     because a rewind needs them."""
     removed = _EMPTY
     of = leases.c
@@ -196,8 +188,8 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
             needed = await _needed(connection, access.memory(), found)
         removable = [row.lease_id for row in found if row.lease_id not in needed]
         if removable:
-            one = partial(_remove_ended, lease_ids=removable, before=before)
-            removed = _sum(removed, await access.write(one))
+            remove = partial(_remove_ended, lease_ids=removable, before=before)
+            removed = _sum(removed, await access.write(remove))
         if len(found) < _READ_AT_ONCE:
             return removed
         last = (found[-1].ended_at, found[-1].lease_id)
@@ -206,7 +198,6 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
 async def _needed(
     connection: AsyncConnection, memory: Memory, found: Sequence[Row[Any]]
 ) -> set[str]:
-    """Returns those of these leases that are acked and have a group that is kept."""
     needed: set[str] = set()
     for queue in {memory.runs[row.run].queue for row in found}:
         held = {

@@ -52,9 +52,7 @@ LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
 RUN_STATES: Final[tuple[RunState, ...]] = get_args(RunState)
 
 FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered", "dropped"})
-"""States in which a group may be put. A group put as dropped is for no run, but can be read by
-id.
-"""
+"""States in which a group may be put; one put as dropped is for no run, but can be read by id."""
 
 SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
 """Final states: the delivery waits for nothing any more."""
@@ -84,9 +82,6 @@ LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseSt
 
 
 def check_group(group_id: str, source: GroupState, target: GroupState, event: GroupEvent) -> None:
-    """Checks that `event` may take a delivery from `source` to `target`.
-    Raises ConflictError: the table has no such transition.
-    """
     if (source, target) not in GROUP_TRANSITIONS[event]:
         raise ConflictError(
             f"Group {group_id} is {source}; {event} cannot make it {target}.",
@@ -96,9 +91,6 @@ def check_group(group_id: str, source: GroupState, target: GroupState, event: Gr
 
 
 def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: LeaseEvent) -> None:
-    """Checks that `event` may take a lease from `source` to `target`.
-    Raises ConflictError: the table has no such transition.
-    """
     if (source, target) not in LEASE_TRANSITIONS[event]:
         raise ConflictError(
             f"Lease {lease_id} is {source}, which is final.",
@@ -120,12 +112,10 @@ UNKNOWN_VERSION: Final = -1
 
 
 class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
-    """One group to be stored.
+    """One group to be stored; putting an id again changes nothing.
 
     Args:
-        group_id: unique in the store; putting an id again changes nothing.
         env: name of the environment that made it.
-        format: the encoding of `body`.
         body: opaque bytes.
         size: logical group size: trajectories, or rows for posts of the Atropos wire.
         tokens: training tokens over all sequences.
@@ -177,17 +167,13 @@ class GroupRow(msgspec.Struct, frozen=True):
 
 
 class DamagedGroup(msgspec.Struct, frozen=True):
-    """A group whose stored body cannot be read, the reason, and when that was detected."""
-
     group_id: str
     reason: str
     found_at: float
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """Groups leased to one run. If it does not ack them before `expires_at`, they are queued
-    again.
-    """
+    """Groups leased to one run; queued again if it does not ack them before `expires_at`."""
 
     lease_id: str
     run: str
@@ -204,9 +190,7 @@ class Run(msgspec.Struct, frozen=True):
 
     Args:
         batch_size: what it leases at a time, in its own unit.
-        settings: JSON-like.
         policy_version: the last version that it published (-1: none yet).
-        state: a closed run cannot lease.
         delivery: whether it shares groups with other runs or gets all of them.
         environments: names of the environments whose groups it takes; empty: all.
     """
@@ -222,21 +206,13 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A point to which a run can rewind."""
-
     name: str
     acked_groups: int
     created_at: float
 
 
 class Compacted(msgspec.Struct, frozen=True):
-    """Counts of what retention removed.
-
-    Args:
-        groups: groups of which only the id is kept.
-        stored_bytes: size of their bodies in the database.
-        leases: leases that had ended.
-    """
+    """What retention removed; `stored_bytes`: size of the groups' bodies in the database."""
 
     groups: int
     stored_bytes: int
@@ -268,10 +244,10 @@ class Arrived:
 
 
 class StoreStatistics:
-    """Counts commits, leases and groups.
+    """Counts since the store was opened.
 
     Args:
-        commit_seconds: seconds of each transaction, from its first statement until it is durable.
+        commit_seconds: from a transaction's first statement until it is durable.
         commit_sizes: operations in each commit.
         leases: number of leases that were leased, acked, nacked.
         arrived: groups that were stored, by environment.
@@ -295,7 +271,6 @@ class StoreStatistics:
         self.arrived.setdefault(environment, Arrived()).add(facts)
 
     def leased(self, lease: Lease | None) -> Lease | None:
-        """Counts `lease` unless it is None, and returns it."""
         if lease is not None:
             self.leases["leased"] += 1
             if self.on_lease is not None:

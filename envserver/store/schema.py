@@ -4,13 +4,12 @@ Rows of `groups` and `bodies` never change: an update of a row with a body would
 again. What changes is small: `deliveries` has one row for each group in each queue. `seq` joins the
 tables. Waiting and removable groups are found through partial indexes, so their cost does not
 depend on the size of the tables. A group without a delivery is no longer kept: only its id is
-known. A change of a table needs a step for older databases and a higher SCHEMA_VERSION.
-"""
+known. A change of a table needs a step for older databases and a higher SCHEMA_VERSION."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -44,7 +43,6 @@ SHARED: Final = "shared"
 
 metadata = MetaData()
 _partial: dict[Index, str] = {}
-"""The condition of each partial index."""
 
 # A 64-bit key that SQLite uses as its row id.
 _Seq = BigInteger().with_variant(Integer(), "sqlite")
@@ -280,19 +278,25 @@ values = Table(
 async def migrate(connection: AsyncConnection, version: int) -> None:
     """Updates the tables from `version` to the current one, inside the caller's transaction."""
     for step_from in range(version, SCHEMA_VERSION):
-        await STEPS[step_from](connection)
+        step = STEPS[step_from]
+        await (_run(connection, step) if isinstance(step, tuple) else step(connection))
         await connection.execute(update(schema_version).values(version=step_from + 1))
+
+
+async def _run(connection: AsyncConnection, statements: Sequence[str]) -> None:
+    is_sqlite = connection.dialect.name == "sqlite"
+    kinds = {
+        "key": "INTEGER" if is_sqlite else "BIGINT",
+        "double": "DOUBLE" if is_sqlite else "DOUBLE PRECISION",
+        "without_rowid": "WITHOUT ROWID" if is_sqlite else "",
+    }
+    for statement in statements:
+        await connection.execute(text(statement.format(**kinds)))
 
 
 async def _from_1_to_2(connection: AsyncConnection) -> None:
     """Moves the state of groups into `deliveries`, one for each queue."""
-    is_sqlite = connection.dialect.name == "sqlite"
-
-    async def run(statement: str) -> None:
-        await connection.execute(text(statement))
-
-    for statement in _NEW_TABLES:
-        await run(statement.format(without_rowid="WITHOUT ROWID" if is_sqlite else ""))
+    await _run(connection, _NEW_TABLES)
     await connection.execute(
         text(
             "INSERT INTO deliveries (queue, seq, env, policy_version, stored_bytes, state,"
@@ -303,10 +307,9 @@ async def _from_1_to_2(connection: AsyncConnection) -> None:
         ),
         {"now": time.time()},
     )
-    for statement in _REBUILD_IN_SQLITE if is_sqlite else _CHANGE_IN_POSTGRESQL:
-        await run(statement)
-    for statement in _NEW_COLUMNS_AND_INDEXES:
-        await run(statement)
+    is_sqlite = connection.dialect.name == "sqlite"
+    await _run(connection, _REBUILD_IN_SQLITE if is_sqlite else _CHANGE_IN_POSTGRESQL)
+    await _run(connection, _NEW_COLUMNS_AND_INDEXES)
     await _number_acks(connection)
 
 
@@ -429,119 +432,73 @@ _NEW_COLUMNS_AND_INDEXES: Final = (
 )
 
 
-async def _from_2_to_3(connection: AsyncConnection) -> None:
-    """Adds task estimates. They start empty: earlier scores are in the bodies only."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    kinds = {
-        "key": "INTEGER" if is_sqlite else "BIGINT",
-        "double": "DOUBLE" if is_sqlite else "DOUBLE PRECISION",
-        "without_rowid": "WITHOUT ROWID" if is_sqlite else "",
-    }
-    for statement in _ESTIMATES:
-        await connection.execute(text(statement.format(**kinds)))
+_Step = tuple[str, ...] | Callable[[AsyncConnection], Awaitable[None]]
 
-
-_ESTIMATES: Final = (
-    """CREATE TABLE estimates (
-        number {key} NOT NULL,
-        env TEXT NOT NULL,
-        split TEXT NOT NULL,
-        task_id TEXT NOT NULL,
-        attempts BIGINT NOT NULL,
-        weight {double} NOT NULL,
-        solved {double} NOT NULL,
-        policy_version BIGINT NOT NULL,
-        scored_at {double} NOT NULL,
-        PRIMARY KEY (number),
-        UNIQUE (env, split, task_id)
-    )""",
-    "CREATE INDEX estimates_env ON estimates (env, number)",
-    "CREATE TABLE dropped_groups (group_id TEXT NOT NULL, PRIMARY KEY (group_id)) {without_rowid}",
-)
-
-
-async def _from_3_to_4(connection: AsyncConnection) -> None:
-    """Adds the table of damaged groups. It starts empty: earlier findings were not kept."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
-    await connection.execute(
-        text(
-            f"CREATE TABLE damaged (seq {key} NOT NULL, reason TEXT NOT NULL,"
-            f" found_at {double} NOT NULL, PRIMARY KEY (seq))"
-        )
-    )
-
-
-async def _from_4_to_5(connection: AsyncConnection) -> None:
-    """Adds the facts that lists show. They start empty: those of earlier groups are in the bodies
-    only."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    key, double = ("INTEGER", "DOUBLE") if is_sqlite else ("BIGINT", "DOUBLE PRECISION")
-    await connection.execute(text(_GROUP_FACTS.format(key=key, double=double)))
-
-
-_GROUP_FACTS: Final = """CREATE TABLE group_facts (
-    seq {key} NOT NULL,
-    task_id TEXT NOT NULL,
-    split TEXT NOT NULL,
-    model TEXT NOT NULL,
-    rewards TEXT NOT NULL,
-    reward_mean {double},
-    reward_min {double},
-    reward_max {double},
-    turns BIGINT,
-    completion_tokens BIGINT,
-    truncated BIGINT NOT NULL,
-    seconds {double},
-    flags TEXT NOT NULL,
-    ends TEXT NOT NULL,
-    PRIMARY KEY (seq),
-    FOREIGN KEY(seq) REFERENCES groups (seq)
-)"""
-
-
-async def _from_5_to_6(connection: AsyncConnection) -> None:
-    """Adds the numbers by the minute. They start empty."""
-    key = "INTEGER" if connection.dialect.name == "sqlite" else "BIGINT"
-    await connection.execute(
-        text(
-            f"CREATE TABLE history (minute {key} NOT NULL, numbers TEXT NOT NULL,"
-            " PRIMARY KEY (minute))"
-        )
-    )
-
-
-async def _from_6_to_7(connection: AsyncConnection) -> None:
-    """Adds what is summed up by task. How many rollouts of earlier groups had a reward is taken to
-    be all of them; how many solved their task is in the bodies only."""
-    for statement in _FACTS_BY_TASK:
-        await connection.execute(text(statement))
-
-
-_FACTS_BY_TASK: Final = (
-    "ALTER TABLE group_facts ADD COLUMN rated BIGINT NOT NULL DEFAULT 0",
-    "ALTER TABLE group_facts ADD COLUMN solved BIGINT",
-    "ALTER TABLE group_facts ADD COLUMN env TEXT NOT NULL DEFAULT ''",
-    """UPDATE group_facts SET
-        env = (SELECT groups.env FROM groups WHERE groups.seq = group_facts.seq),
-        rated = CASE WHEN reward_mean IS NULL THEN 0
-            ELSE (SELECT groups.size FROM groups WHERE groups.seq = group_facts.seq) END""",
-    """CREATE INDEX group_facts_tasks ON group_facts
-        (env, task_id, seq, rated, solved, reward_mean, reward_min, reward_max)""",
-)
-
-
-async def _from_7_to_8(connection: AsyncConnection) -> None:
-    """Changes no table: bodies may now be as they were posted, which older versions cannot read."""
-
-
-STEPS: Final[Mapping[int, Callable[[AsyncConnection], Awaitable[None]]]] = {
+STEPS: Final[Mapping[int, _Step]] = {
     1: _from_1_to_2,
-    2: _from_2_to_3,
-    3: _from_3_to_4,
-    4: _from_4_to_5,
-    5: _from_5_to_6,
-    6: _from_6_to_7,
-    7: _from_7_to_8,
+    # Task estimates. They start empty: earlier scores are in the bodies only.
+    2: (
+        """CREATE TABLE estimates (
+            number {key} NOT NULL,
+            env TEXT NOT NULL,
+            split TEXT NOT NULL,
+            task_id TEXT NOT NULL,
+            attempts BIGINT NOT NULL,
+            weight {double} NOT NULL,
+            solved {double} NOT NULL,
+            policy_version BIGINT NOT NULL,
+            scored_at {double} NOT NULL,
+            PRIMARY KEY (number),
+            UNIQUE (env, split, task_id)
+        )""",
+        "CREATE INDEX estimates_env ON estimates (env, number)",
+        "CREATE TABLE dropped_groups (group_id TEXT NOT NULL, PRIMARY KEY (group_id))"
+        " {without_rowid}",
+    ),
+    # The table of damaged groups. It starts empty: earlier findings were not kept.
+    3: (
+        "CREATE TABLE damaged (seq {key} NOT NULL, reason TEXT NOT NULL,"
+        " found_at {double} NOT NULL, PRIMARY KEY (seq))",
+    ),
+    # The facts that lists show. They start empty: those of earlier groups are in the bodies only.
+    4: (
+        """CREATE TABLE group_facts (
+            seq {key} NOT NULL,
+            task_id TEXT NOT NULL,
+            split TEXT NOT NULL,
+            model TEXT NOT NULL,
+            rewards TEXT NOT NULL,
+            reward_mean {double},
+            reward_min {double},
+            reward_max {double},
+            turns BIGINT,
+            completion_tokens BIGINT,
+            truncated BIGINT NOT NULL,
+            seconds {double},
+            flags TEXT NOT NULL,
+            ends TEXT NOT NULL,
+            PRIMARY KEY (seq),
+            FOREIGN KEY(seq) REFERENCES groups (seq)
+        )""",
+    ),
+    # The numbers by the minute. They start empty.
+    5: (
+        "CREATE TABLE history (minute {key} NOT NULL, numbers TEXT NOT NULL, PRIMARY KEY (minute))",
+    ),
+    # What is summed up by task. How many rollouts of earlier groups had a reward is taken to be all
+    # of them; how many solved their task is in the bodies only.
+    6: (
+        "ALTER TABLE group_facts ADD COLUMN rated BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE group_facts ADD COLUMN solved BIGINT",
+        "ALTER TABLE group_facts ADD COLUMN env TEXT NOT NULL DEFAULT ''",
+        """UPDATE group_facts SET
+            env = (SELECT groups.env FROM groups WHERE groups.seq = group_facts.seq),
+            rated = CASE WHEN reward_mean IS NULL THEN 0
+                ELSE (SELECT groups.size FROM groups WHERE groups.seq = group_facts.seq) END""",
+        """CREATE INDEX group_facts_tasks ON group_facts
+            (env, task_id, seq, rated, solved, reward_mean, reward_min, reward_max)""",
+    ),
+    # Changes no table: bodies may now be as they were posted, which older versions cannot read.
+    7: (),
 }
 """Steps by the version from which they start; each leads to the next version."""

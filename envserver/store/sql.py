@@ -15,18 +15,25 @@ safe; after StoreLost the store cannot be used any more. All methods are called 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from envserver_records.errors import InputError, StoreFull
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from ..rollouts.estimates import Scored
-from . import deliveries, leases, retention, runs
+from . import deliveries, leases, retention
 from . import groups as estimates
 from .database import (
     Database,
@@ -46,21 +53,39 @@ from .rows import (
     Compacted,
     Delivery,
     GroupPut,
-    GroupState,
     Lease,
     Run,
     RunState,
 )
-from .runs import put_minute
 from .transaction import Memory, Transaction, load_memory
 from .writer import StoreLock, Writer, acquire, read_lock, save_time
 
 A = TypeVar("A")
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _DROPPED_AT_ONCE: Final = 1000
 _INLINE_BYTES: Final = 32 * 1024
 """Less than this is compressed on the event loop, which is faster than switching threads."""
+
+
+def _writes(
+    operation: Callable[Concatenate[Transaction, P], Awaitable[T]],
+    *,
+    adds: bool = False,
+    counted: str = "",
+) -> Callable[Concatenate[Store, P], Coroutine[Any, Any, T]]:
+    """Makes a method of an operation; the operation's docstring is the method's. `adds`: it is
+    refused while the disk is full, as a put; `counted`: counts its successes in `statistics`."""
+
+    @wraps(operation)
+    async def method(self: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result = await self._writer.do(lambda tx: operation(tx, *args, **kwargs), adds=adds)
+        if counted:
+            self.statistics.leases[counted] += 1
+        return result
+
+    return method
 
 
 class Store(StoreLookups):
@@ -85,20 +110,26 @@ class Store(StoreLookups):
         """Groups of an older policy version are leased only by id; -1: no limit."""
 
     def try_again(self) -> None:
-        """Ends the pause until the next try: the database answers again."""
+        """Ends the pause until the next try."""
         self._retry.open()
         self._writer.retry.open()
 
+    count_dropped = _writes(estimates.count_dropped, adds=True)
+    drop_damaged = _writes(deliveries.drop_damaged)
+    move = _writes(deliveries.move)
+    ack = _writes(leases.ack, counted="acked")
+    nack = _writes(leases.nack, counted="nacked")
+    set_aside = _writes(leases.set_aside)
+    extend = _writes(leases.extend)
+    expire = _writes(leases.expire)
+    rewind = _writes(leases.rewind)
+    close_run = _writes(leases.close_run)
+    put_minute = _writes(leases.put_minute)
+
     async def put(self, groups: Sequence[GroupPut]) -> list[bool]:
-        """Stores all of these groups, or none.
-
-        Returns:
-            For each group: True if it was stored, False if its id already exists (nothing changes).
-
-        Raises:
-            InputError: a group has no id, or a state that it cannot be put in.
-            StoreFull: there is no space.
-        """
+        """Stores all of these groups, or none. Returns for each whether it was stored; False if its
+        id exists already (nothing changes). Raises StoreFull, and InputError: no id, or a state to
+        which it cannot be put."""
         if not groups:
             return []
         is_small = sum(len(group.body) for group in groups) < _INLINE_BYTES
@@ -106,18 +137,8 @@ class Store(StoreLookups):
         return await self._writer.put(encoded)
 
     async def put_encoded(self, groups: Sequence[EncodedPut]) -> list[bool]:
-        """Like `put`, for groups whose bodies are already compressed."""
+        """Like `put`, for groups whose bodies are already encoded."""
         return await self._writer.put(groups) if groups else []
-
-    async def count_dropped(self, news: Sequence[Scored]) -> int:
-        """Counts scored groups that are not stored in the estimates of their tasks, each id once;
-        `put` counts those that it stores.
-
-        Returns:
-            How many were not counted before.
-        """
-        work = partial(estimates.count_dropped, news=list(news))
-        return await self._writer.do(work, adds=True)
 
     @property
     def discount(self) -> float:
@@ -129,41 +150,8 @@ class Store(StoreLookups):
         self._writer.discount = discount
 
     async def bodies(self, group_ids: Sequence[str]) -> list[bytes]:
-        """Returns the bodies of these groups, in order.
-
-        Raises:
-            NotFoundError: a group does not exist or is no longer kept.
-            DamagedBodies: some bodies cannot be read; see `drop_damaged`.
-        """
         stored = await self.stored_bodies(group_ids)
         return await self._in_thread(partial(deliveries.decode_all, group_ids), stored)
-
-    async def drop_damaged(
-        self, reasons: Mapping[str, str], *, undo: str | None = None
-    ) -> list[str]:
-        """Drops groups whose bodies cannot be read from every queue where they are waiting or
-        leased. Each is counted once, and its reason is kept.
-
-        Args:
-            reasons: reason by group id.
-            undo: id of an open lease that no client has received yet: its other groups are queued
-                again, and the id can be used again.
-
-        Returns:
-            The ids of groups that were not known to be damaged.
-        """
-        work = partial(deliveries.drop_damaged, reasons=dict(reasons), undo=undo)
-        return await self._writer.do(work)
-
-    async def move(self, group_ids: Sequence[str], to: GroupState) -> None:
-        """Moves groups of the shared queue from buffered to queued, or from either to dropped; all
-        or none. Broadcast runs get the queued ones as well.
-
-        Raises:
-            NotFoundError: a group does not exist.
-            ConflictError: the state of a group does not allow it.
-        """
-        await self._writer.do(partial(deliveries.move, group_ids=list(group_ids), target=to))
 
     async def lease(
         self,
@@ -179,39 +167,28 @@ class Store(StoreLookups):
         seconds: float,
         lease_id: str | None = None,
     ) -> Lease | None:
-        """Leases the oldest queued groups to `run` for `seconds`; expired leases are taken back
-        first.
+        """Leases the oldest queued groups to `run` for `seconds`, after expired leases were taken
+        back; None if nothing, or too little, is queued.
 
         Args:
-            max_groups, max_sequences, max_tokens: upper limits (None: no limit); at least one group
-                is leased even if it is larger.
+            max_groups, max_sequences, max_tokens: at least one group is leased even if it is
+                larger.
             min_groups: lease nothing if fewer groups match.
-            environments: only groups of these environments, as far as the run takes them; None: all
-                that the run takes.
+            environments: only groups of these, as far as the run takes them; None: all.
             min_version: only groups of this policy version or a later one, or of an unknown one;
                 never of one before `oldest_version`.
             group_ids: lease exactly these groups, in this order; no limit or filter may be given.
             lease_id: id of the new lease; if it is an open lease of this run, that lease is
                 returned.
 
-        Returns:
-            None when nothing, or too little, is queued.
-
         Raises:
-            InputError: an argument is out of range, or `group_ids` is combined with a limit or
-                filter.
-            NotFoundError: the run or a group does not exist.
             ConflictError: the run is closed, a group is not queued or not of the run's
                 environments, or `lease_id` belongs to another lease or to one that has ended.
         """
         leases.check_seconds(seconds)
-        limits = {
-            "max_groups": max_groups,
-            "max_sequences": max_sequences,
-            "max_tokens": max_tokens,
-            "min_groups": min_groups,
-        }
-        for place, limit in limits.items():
+        sizes = (max_groups, max_sequences, max_tokens, min_groups)
+        names = ("max_groups", "max_sequences", "max_tokens", "min_groups")
+        for place, limit in zip(names, sizes, strict=True):
             if limit is not None and limit < 1:
                 raise InputError(f"{place} must be at least 1.", place=place)
         if group_ids is not None:
@@ -220,86 +197,17 @@ class Store(StoreLookups):
                 raise InputError("Give group_ids, or limits and filters.", place="group_ids")
             wanted: deliveries.GroupSelection | list[str] = list(group_ids)
         else:
-            names = None if environments is None else frozenset(environments)
             oldest = self.oldest_version
             if oldest > UNKNOWN_VERSION:
                 min_version = oldest if min_version is None else max(min_version, oldest)
-            wanted = deliveries.GroupSelection(
-                names, min_version, max_groups, max_sequences, max_tokens, min_groups
-            )
+            chosen = None if environments is None else frozenset(environments)
+            wanted = deliveries.GroupSelection(chosen, min_version, *sizes)
         leased = partial(leases.lease, run=run, wanted=wanted, seconds=seconds, lease_id=lease_id)
         return self.statistics.leased(await self._writer.do(leased))
 
-    async def ack(self, lease_id: str, *, checkpoint: str | None = None) -> None:
-        """Acknowledges a lease: its groups are delivered. Repeating it has no effect. A late ack
-        counts as long as none of the groups was leased again.
-
-        Args:
-            checkpoint: name of the checkpoint that holds this and all earlier acks of the run, to
-                which the run can `rewind`. A name that is used again moves.
-
-        Raises:
-            NotFoundError: the lease does not exist.
-            ConflictError: the lease was given back, its run was closed or rewound, or it expired
-                and one of its groups was leased again.
-        """
-        await self._writer.do(partial(leases.ack, lease_id=lease_id, checkpoint=checkpoint))
-        self.statistics.leases["acked"] += 1
-
-    async def nack(self, lease_id: str, *, reason: str = "") -> None:
-        """Gives a lease back: its groups are queued again in their old places. Repeating it has no
-        effect. `reason` is counted in `counters` as `nacked:REASON`. Raises as `ack`.
-        """
-        await self._writer.do(partial(leases.nack, lease_id=lease_id, reason=reason))
-        self.statistics.leases["nacked"] += 1
-
-    async def set_aside(self, lease_id: str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Drops some groups of a lease from the queue of its run: they are never delivered there
-        again. The lease keeps the others. Repeating it has no effect. `reason` is counted in
-        `counters` as `set_aside: REASON`.
-
-        Raises:
-            NotFoundError: the lease or a group does not exist.
-            ConflictError: as for `ack`, or the lease does not hold a group.
-        """
-        ids = list(group_ids)
-        await self._writer.do(
-            partial(leases.set_aside, lease_id=lease_id, group_ids=ids, reason=reason)
-        )
-
-    async def extend(self, lease_id: str, seconds: float) -> float:
-        """Lets a lease expire `seconds` from now; returns that time. Raises as `ack`, and
-        ConflictError if the lease was acked.
-        """
-        leases.check_seconds(seconds)
-        return await self._writer.do(partial(leases.extend, lease_id=lease_id, seconds=seconds))
-
-    async def expire(self, now: float | None = None) -> list[str]:
-        """Queues the groups of leases that are due at `now` (None: the current time) again; returns
-        the ids of these leases.
-        """
-        at = self._clock() if now is None else now
-        return await self._writer.do(partial(leases.expire, now=at))
-
-    async def rewind(self, run: str, checkpoint: str | None) -> list[str]:
-        """Takes a run back to a checkpoint (None: its start) and queues again what it acked since.
-
-        Its open leases are given back, and its earlier leases can no longer be acked.
-
-        Returns:
-            The ids of the groups whose acks were undone, oldest first.
-
-        Raises:
-            NotFoundError: the run or the checkpoint does not exist.
-            ConflictError: groups that were acked after it are no longer kept; nothing changed.
-        """
-        return await self._writer.do(partial(leases.rewind, name=run, checkpoint=checkpoint))
-
     async def drop_stale(self, below_version: int) -> int:
-        """Drops queued groups of policy versions below this one; returns how many deliveries.
-
-        Leased groups and groups of an unknown version stay.
-        """
+        """Drops queued groups of known policy versions below this one; returns how many deliveries.
+        Leased groups stay."""
         dropped = 0
         while True:
             now = await self._writer.do(
@@ -310,13 +218,9 @@ class Store(StoreLookups):
                 return dropped
 
     async def compact(self, *, acked_hours: float = 24.0, max_gb: float | None = None) -> Compacted:
-        """Removes groups that every run acked, or that were dropped, at least `acked_hours` ago.
-
-        The ids stay, so that a removed group is not stored again, and counts still include it.
-        Groups that a run acked after its last checkpoint but one stay as well. `max_gb`: limit for
-        all bodies, in GB (1e9 bytes): above it the oldest groups are removed earlier. None: no
-        limit.
-        """
+        """Removes groups that every run acked, or that were dropped, at least `acked_hours` ago;
+        see `retention`. `max_gb` (1e9 bytes; None: no limit): while all bodies have more, the
+        oldest groups are removed earlier."""
         access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
         return await retention.compact(
             access,
@@ -334,20 +238,13 @@ class Store(StoreLookups):
         delivery: Delivery = "shared",
         environments: Collection[str] = (),
     ) -> Run:
-        """Creates a run and opens it, or opens the run of this name if its arguments are the same.
-
-        Args:
-            delivery: shared: each group goes to one of the shared runs. broadcast: this run gets
-                all groups, from the oldest that is kept and was not dropped.
-            environments: only groups of these environments; empty: of all.
-
-        Raises:
-            ConflictError: a run of this name has other arguments.
-        """
-        text = runs.to_json(settings or {}, "settings")
+        """Creates a run and opens it, or opens the run of this name if its arguments are the same;
+        else ConflictError. A broadcast run gets all groups, from the oldest that is kept and was
+        not dropped."""
+        text = leases.to_json(settings or {}, "settings")
         run = await self._writer.do(
             partial(
-                runs.create_run,
+                leases.create_run,
                 name=name,
                 batch_size=batch_size,
                 settings=text,
@@ -360,15 +257,9 @@ class Store(StoreLookups):
     async def _open_run(self, name: str) -> Run:
         """Opens a run; fills the queue of a broadcast run in small transactions."""
         while True:
-            run = await self._writer.do(partial(runs.open_some, name=name))
+            run = await self._writer.do(partial(leases.open_some, name=name))
             if run.state == "open":
                 return run
-
-    async def close_run(self, name: str) -> Run:
-        """Closes a run and gives its leases back. `create_run` opens it again; a broadcast run then
-        gets what arrived meanwhile and is still kept. Raises NotFoundError if it does not exist.
-        """
-        return await self._writer.do(partial(leases.close_run, name=name))
 
     async def set_run(
         self,
@@ -380,48 +271,37 @@ class Store(StoreLookups):
         environments: Collection[str] | None = None,
         state: RunState | None = None,
     ) -> Run:
-        """Changes what is not None; `state` acts like `close_run` and `create_run`. Raises
-        NotFoundError if the run does not exist.
-        """
+        """Changes what is not None; `state` acts like `close_run` and `create_run`."""
         given = {
             "batch_size": batch_size,
-            "settings": None if settings is None else runs.to_json(settings, "settings"),
+            "settings": None if settings is None else leases.to_json(settings, "settings"),
             "policy_version": policy_version,
-            "environments": None if environments is None else runs.names_json(environments),
+            "environments": None if environments is None else leases.names_json(environments),
         }
         changes = {column: value for column, value in given.items() if value is not None}
 
         async def change(tx: Transaction) -> Run:
-            run = await runs.set_run(tx, name, changes)
+            run = await leases.set_run(tx, name, changes)
             return await leases.close_run(tx, name) if state == "closed" else run
 
         run = await self._writer.do(change)
         return await self._open_run(name) if state == "open" else run
 
     async def set_value(self, key: str, json_value: Any) -> None:
-        """Sets the value of `key`. Raises InputError if it is not JSON-like."""
         await self.set_values({key: json_value})
 
     async def set_values(self, json_values: Mapping[str, Any]) -> None:
-        """Sets several values in one transaction; None removes a value. Raises InputError as
-        `set_value`.
-        """
+        """Sets several JSON-like values in one transaction; None removes a value."""
         texts = {
-            key: None if value is None else runs.to_json(value, "value")
+            key: None if value is None else leases.to_json(value, "value")
             for key, value in json_values.items()
         }
-        await self._writer.do(partial(runs.set_values, texts=texts))
+        await self._writer.do(partial(leases.set_values, texts=texts))
 
     async def touch(self) -> None:
         """Writes the store's time. Raises StoreError if the store cannot be written."""
         # As what adds: a check must not use up the reserve of a full disk.
         await self._writer.do(lambda tx: save_time(tx.connection, tx.now), adds=True)
-
-    async def put_minute(self, minute: int, numbers: str, keep_from: int) -> None:
-        """Stores the server's numbers of a minute (since 1970), as JSON text; removes those before
-        the minute `keep_from`."""
-        put = partial(put_minute, minute=minute, numbers=numbers, keep_from=keep_from)
-        await self._writer.do(put)
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncConnection]:
@@ -460,9 +340,9 @@ async def open_store(
 
     Args:
         where: a path (missing folders are made), `sqlite:///path` or `postgresql://user@host/name`.
-        clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which does not follow
-            changes of the system clock; it begins at PostgreSQL's time, or that of this machine.
-        wait_seconds: for PostgreSQL, how long to wait for one that does not answer yet.
+        clock: returns seconds; leases expire by it. Default: a `SteadyClock`, which begins at
+            PostgreSQL's time, or that of this machine.
+        wait_seconds: how long to wait for a PostgreSQL that does not answer yet.
         reserve_bytes: for SQLite, disk space held back for leases and acks; see `reserve.py`.
         shared: other servers wait for the store: if one has it, refuse at once; see `leadership`.
     """

@@ -1,8 +1,6 @@
-"""One transaction of the writer, and the counts that it keeps in memory.
-
-The memory is saved when the store is closed and loaded when it is opened. If it was not saved (the
-process was killed) or may be wrong (a commit failed), the deliveries are counted.
-"""
+"""One transaction of the writer, and the counts that it keeps in memory: saved when the store is
+closed, loaded when it is opened. If they were not saved (the process was killed) or may be wrong (a
+commit failed), the deliveries are counted."""
 
 from __future__ import annotations
 
@@ -11,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import msgspec
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import Row, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from ..rollouts.estimates import DISCOUNT
-from .rows import GROUP_STATES, Delivery, GroupState, RunState
+from .rows import GROUP_STATES, Delivery, GroupState, Run, RunState
 from .schema import SHARED, checkpoints, counters, deliveries, gone, groups, leases, runs, values
 
 T = TypeVar("T")
@@ -40,6 +38,24 @@ def queue_of(name: str, delivery: Delivery) -> str:
     return SHARED if delivery == "shared" else f"run/{name}"
 
 
+def known_run(run: Run) -> KnownRun:
+    queue = queue_of(run.name, run.delivery)
+    return KnownRun(run.state, run.delivery, queue, frozenset(run.environments), run.batch_size)
+
+
+def run_of(row: Row[Any]) -> Run:
+    return Run(
+        row.name,
+        row.created_at,
+        row.batch_size,
+        msgspec.json.decode(row.settings),
+        row.policy_version,
+        row.state,
+        row.delivery,
+        msgspec.json.decode(row.environments),
+    )
+
+
 class _DeliveryCount(msgspec.Struct, array_like=True):
     queue: str
     env: str
@@ -61,10 +77,8 @@ class Memory:
     """Facts about the database as of the last commit.
 
     Args:
-        runs: runs by name.
         counters: totals of this store, by name.
         next_seq: `seq` of the next group.
-        next_ack: number of the next ack.
         tallies: number of deliveries by queue, environment and state, including removed ones.
         versions: for each policy version, first and last `seq` of a range that holds all its queued
             groups.
@@ -114,10 +128,6 @@ class Memory:
                 counts[state] += count
         return counts
 
-    def waiting(self, run: KnownRun) -> int:
-        """Returns how many groups of the run's environments are queued or leased."""
-        return self.in_state(run, ("queued", "leased"))
-
     def in_state(self, run: KnownRun, states: Sequence[GroupState]) -> int:
         return sum(
             count
@@ -144,7 +154,6 @@ class Memory:
         return queues
 
     def fan_out(self) -> list[str]:
-        """Returns the queues, other than the shared one, that get every group."""
         return [
             run.queue
             for run in self.runs.values()
@@ -155,16 +164,13 @@ class Memory:
 @dataclass(frozen=True)
 class Transaction:
     """The connection and memory of one transaction. `memory` becomes the writer's after the commit.
-
     An operation may raise a UsageError only if what it wrote so far is valid by itself, because the
-    transaction continues without it.
-    """
+    transaction continues without it."""
 
     connection: AsyncConnection
     memory: Memory
     now: float
     discount: float = DISCOUNT
-    """Discount of task estimates."""
 
     async def count(self, name: str, more: int = 1) -> None:
         known = self.memory.counters.get(name)
@@ -178,19 +184,10 @@ class Transaction:
 
 
 async def load_memory(connection: AsyncConnection, *, trust_written: bool) -> Memory:
-    """Loads the memory from the database. `trust_written`: use the saved memory. If False, or if
-    none was saved, all deliveries are counted, which takes longer the more there are.
-    """
-    known = {
-        row.name: KnownRun(
-            row.state,
-            row.delivery,
-            queue_of(row.name, row.delivery),
-            frozenset(msgspec.json.decode(row.environments, type=list[str])),
-            row.batch_size,
-        )
-        for row in await connection.execute(select(runs))
-    }
+    """Loads the memory. Without `trust_written`, or if none was saved, all deliveries are counted,
+    which takes longer the more there are."""
+    every = map(run_of, await connection.execute(select(runs)))
+    known = {run.name: known_run(run) for run in every}
     counted = {row.name: row.value for row in await connection.execute(select(counters))}
     last_seq = await connection.scalar(select(func.max(groups.c.seq))) or 0
     last_acks = [
@@ -240,7 +237,6 @@ async def _count_deliveries(connection: AsyncConnection, memory: Memory) -> None
 
 
 async def write_memory(connection: AsyncConnection, memory: Memory) -> None:
-    """Saves the memory. `load_memory` can trust it until the next change."""
     await forget_written(connection)
     written = _Written(
         memory.next_seq,
@@ -258,6 +254,5 @@ async def forget_written(connection: AsyncConnection) -> None:
 
 
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Yields `items` in pieces that fit one IN (...)."""
     for start in range(0, len(items), _IN_LIST):
         yield items[start : start + _IN_LIST]

@@ -3,8 +3,7 @@
 Each caller gets its result after the commit that contains it is durable, or its own error. If an
 operation breaks the transaction, all of them are run again one by one. Operations take effect in
 the order of arrival. If the database does not answer, waiting operations fail, and the first one
-after a pause tries again. After another process has opened the store, every operation fails.
-"""
+after a pause tries again. After another process has opened the store, every operation fails."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from ..rollouts.estimates import DISCOUNT
 from .database import Database, DatabaseUnreachable, RetryGate, is_unreachable, typed
 from .groups import EncodedPut, put_all
+from .leases import get_value, to_json
 from .reserve import free_bytes_inside
 from .rows import Changes, StoreStatistics
-from .runs import get_value, to_json
 from .schema import values
 from .transaction import Memory, Transaction, forget_written, load_memory, write_memory
 
@@ -94,26 +93,23 @@ async def read_lock(connection: AsyncConnection) -> StoreLock:
 
 
 async def is_owner(connection: AsyncConnection, owner: str) -> bool:
-    """Returns whether `owner` was the last process to acquire the store."""
     return bool(await get_value(connection, _HOLDER) == owner)
 
 
 async def read_leader(connection: AsyncConnection) -> Leader | None:
-    """Returns what the latest owner wrote; None if there never was one."""
     found = await get_value(connection, _LEADER)
     return None if found is None else msgspec.convert(found, Leader)
 
 
 async def renew(connection: AsyncConnection, leader: Leader) -> bool:
-    """Writes what this owner has to say; returns False, and writes nothing, if another process has
-    acquired the store."""
+    """Writes `leader`; returns False, and writes nothing, if another process has acquired the
+    store."""
     row = to_json(msgspec.to_builtins(leader), _LEADER)
     named = {"row": row, "key": _LEADER, "owner": leader.owner}
     return bool((await connection.execute(_RENEW, named)).rowcount)
 
 
 def lock_lost() -> StoreLost:
-    """Returns the error for a store that another process has acquired."""
     return StoreLost(
         "Another process has opened the store since its database was last reached.",
         hint="Only one process may have it open; this process stops.",
@@ -121,7 +117,6 @@ def lock_lost() -> StoreLost:
 
 
 async def save_time(connection: AsyncConnection, now: float) -> None:
-    """Saves the store's time for the next `acquire`."""
     await _write(connection, _TIME, now)
 
 
@@ -200,8 +195,7 @@ class Writer:
 
     async def do(self, operation: Operation[T], *, adds: bool = False) -> T:
         """Runs `operation` in a transaction. It may run more than once; one run is committed.
-        `adds`: refuse it while the disk is full, as a put.
-        """
+        `adds`: refuse it while the disk is full, as a put."""
         return cast(T, await self._submit(_Entry(operation, adds)))
 
     async def _submit(self, entry: _Entry) -> Any:
@@ -213,7 +207,6 @@ class Writer:
 
     @property
     def waiting(self) -> int:
-        """Number of operations that are not in a commit yet."""
         return len(self._queue)
 
     def check_open(self) -> None:
@@ -229,9 +222,7 @@ class Writer:
         self._work_came.set()
 
     async def run(self) -> None:
-        """Commits until closed. However it ends, every waiting caller gets an answer.
-        Raises StoreLost: another process has opened the store, or its files are gone.
-        """
+        """Commits until closed. However it ends, every waiting caller gets an answer."""
         try:
             while self._queue or not self._closed:
                 await self._commit(await self._next_batch())
@@ -279,7 +270,9 @@ class Writer:
         better: one of several broke the transaction, or the reserve was freed."""
         began = time.perf_counter()
         try:
-            self._check_way()
+            if self._lost is not None:
+                raise self._lost
+            self.retry.check()
             await self._check_space(batch)
             outcomes = await self._transact([entry.work for entry in batch])
         except Exception as error:  # noqa: BLE001 (the caller gets it)
@@ -298,11 +291,6 @@ class Writer:
         for entry, outcome in zip(batch, outcomes, strict=True):
             _answer(entry, outcome)
         return True
-
-    def _check_way(self) -> None:
-        if self._lost is not None:
-            raise self._lost
-        self.retry.check()
 
     async def _check_space(self, batch: Sequence[_Entry]) -> None:
         """Raises StoreFull if the disk is full and the batch adds more than fits into the space
@@ -325,7 +313,6 @@ class Writer:
 
     @property
     def disk_problem(self) -> str:
-        """Why new groups may be refused for lack of space; "" if there is space."""
         reserve = self._database.reserve
         return reserve.refusal().message if reserve is not None and reserve.full else ""
 
@@ -344,7 +331,6 @@ class Writer:
         return problem
 
     async def _why_locked(self) -> StoreError:
-        """Finds out whether another process or a lost connection of this one holds the lock."""
         try:
             async with self._database.reader.connect() as connection:
                 await self._require_held(connection)
@@ -429,8 +415,7 @@ async def _put_together(tx: Transaction, puts: Iterable[_Put]) -> list[list[bool
 
 
 async def _outcome(tx: Transaction, operation: Operation[Any]) -> Any:
-    """Returns the operation's result, or its UsageError as a value, which concerns no other
-    operation."""
+    """Returns the result, or the UsageError as a value: it concerns no other operation."""
     try:
         return await operation(tx)
     except UsageError as error:

@@ -1,17 +1,20 @@
-"""Forms batches of the Atropos protocol from the queue of waiting groups, and encodes them.
+"""Waiting groups of the Atropos protocol: the view of them in memory, batches, and their JSON.
 
 Batches have exactly `batch_size` sequences, oldest first; no group is in two. The rule is that of
 the protocol. With M the size of the largest waiting group, groups of equal size are collected until
 they add up to M sequences (a pack); batches consist of whole packs. So batch_size must be a
 multiple of M and every group size must divide M, or no batch forms; the reason then says so.
-"""
+
+The store is the source of truth. The view changes with every post and batch, and is merged with the
+store's rows after other changes. A group is in exactly one place."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeVar
 
 import msgspec
@@ -20,7 +23,9 @@ from envserver_records.errors import StoreError
 from envserver_records.records import Group, unpack
 
 from ..formats.atropos import ScoreRange, group_to_atropos
-from ..store import Store
+from ..store import GroupRow, Store
+from .atropos_posts import Registration
+from .encoding import Cache
 
 WORK_LIMIT: Final = 2_000_000
 """Maximum number of group visits in one `form_batches`; the next call forms the rest."""
@@ -35,11 +40,9 @@ class Waiting(msgspec.Struct, frozen=True):
     """A waiting group.
 
     Args:
-        group_id: its id in the store.
         size: number of sequences it counts for.
         env_id: the environment number it was posted with.
-        lane: the owner whose minimum it counts for: `env_id`, or the name of a native
-            environment.
+        lane: the owner whose minimum it counts for.
         order: time it entered the queue (`time.time()` seconds); the queue is sorted by it.
         native: made by an environment of this server: its body is a packed `records.Group`.
     """
@@ -61,7 +64,6 @@ class Formed(msgspec.Struct, frozen=True):
 
 
 def minimum_sequences(batch_size: int, share: float) -> int:
-    """Returns the minimum number of whole sequences in a batch for a minimum share."""
     return int(min(batch_size * share, _LARGEST_MINIMUM))
 
 
@@ -72,7 +74,6 @@ def form_batches(
 
     Args:
         queue: waiting groups, oldest first.
-        batch_size: sequences per batch.
         minimums: minimum share of each batch by lane, in order of registration, for the
             environments that are connected and alive; empty: no minimum shares.
     """
@@ -111,8 +112,7 @@ def _packs(groups: Sequence[Waiting], largest: int) -> list[list[Waiting]]:
 def _plain(queue: Sequence[Waiting], batch_size: int) -> tuple[list[list[Waiting]], str]:
     """Forms as many batches as one scan of the queue allows. While whole packs are taken and a
     group of the largest size remains, the packs of the remaining groups are simply those not yet
-    taken.
-    """
+    taken."""
     if not queue:
         return [], "no group waits"
     total = sum(group.size for group in queue)
@@ -249,9 +249,8 @@ class Registered(msgspec.Struct, kw_only=True):
     """A registered environment; its number is its index in the list of environments.
 
     Args:
-        desired_name: the requested name; `real_name`: the same, made unique.
-        max_token_length, weight, group_size, min_batch_allocation: as registered; `group_size`
-            grows to the environment's largest group seen in the queue.
+        real_name: `desired_name`, made unique.
+        group_size: as registered; grows to the environment's largest group seen in the queue.
         connected: False after the environment has disconnected.
     """
 
@@ -265,11 +264,9 @@ class Registered(msgspec.Struct, kw_only=True):
 
 
 class WaitingQueue:
-    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally.
-
-    Native groups count for no environment: native environments limit themselves, and an external
-    environment that had to wait for their groups might never begin.
-    """
+    """Groups by id, in the order of `Waiting.order`; all counts are updated incrementally. Native
+    groups count for no environment: native environments limit themselves, and an external
+    environment that had to wait for their groups might never begin."""
 
     def __init__(self) -> None:
         self._groups: dict[str, Waiting] = {}
@@ -322,26 +319,13 @@ class WaitingQueue:
         return max(self._sizes, default=1)
 
     def largest_of(self, env_id: int) -> int:
-        """Returns the number of sequences of an environment's largest group; 0 without groups."""
         return max(self._sizes_of.get(env_id, ()), default=0)
 
     def sequences_of(self, env_id: int | None) -> int:
         return self._sequences[env_id]
 
     def environments(self) -> list[int | None]:
-        """Returns the environments of the waiting groups; None stands for groups without one."""
         return list(self._sequences)
-
-
-class EnvironmentStatus(msgspec.Struct, frozen=True):
-    """Status for an environment; sizes are in groups of the environment that asks."""
-
-    current_step: int
-    queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
 
 
 def grown_group_size(queue: WaitingQueue, environments: Sequence[Registered], env_id: int) -> int:
@@ -355,20 +339,21 @@ def environment_status(
     *,
     batch_size: int,
     step: int,
-) -> EnvironmentStatus:
+) -> dict[str, float]:
+    """Returns the answer of `/status-env`; sizes are in groups of the environment that asks."""
     connected = [env for env in environments if env.connected]
     group_size = max(1, grown_group_size(queue, environments, env_id))
     own = queue.sequences_of(env_id)
     others = _left_by_others(queue, environments, env_id, batch_size)
     allocated = sum(env.min_batch_allocation or 0.0 for env in connected)
-    return EnvironmentStatus(
-        current_step=step,
-        queue_size=(own + others) // group_size,
-        unallocated_fraction=1.0 - min(allocated, 1.0),
-        self_queue_size=own // group_size,
-        max_group_size=queue.largest,
-        env_weight=_weight(environments[env_id], connected),
-    )
+    return {
+        "current_step": step,
+        "queue_size": (own + others) // group_size,
+        "unallocated_fraction": 1.0 - min(allocated, 1.0),
+        "self_queue_size": own // group_size,
+        "max_group_size": queue.largest,
+        "env_weight": _weight(environments[env_id], connected),
+    }
 
 
 def _weight(asking: Registered, connected: Sequence[Registered]) -> float:
@@ -382,8 +367,7 @@ def _left_by_others(
     queue: WaitingQueue, environments: Sequence[Registered], env_id: int, batch_size: int
 ) -> int:
     """Returns the sequences of other environments, rounded up to packs, beyond their minimum
-    shares. If all groups have size 1, returns 0, so environments do not count each other's.
-    """
+    shares. If all groups have size 1, returns 0, so environments do not count each other's."""
     largest = queue.largest
     if largest <= 1:
         return 0
@@ -411,6 +395,246 @@ def _less(counter: Counter[_Key], key: _Key, by: int) -> None:
         del counter[key]
 
 
+# An environment may post a group in parts. Parts wait until some of them add up to exactly its
+# group size.
+
+_MOST_PARTS: Final = 1024
+_LARGEST_TARGET: Final = 65_536
+
+
+def groups_summing_to(sizes: Sequence[int], target: int) -> list[int]:
+    """Returns ascending indices of sizes that add up to exactly `target`; empty if there are none.
+
+    Tries greedily from the oldest, skipping what does not fit; if that fails, finds a subset of the
+    oldest 1,024 that fits, preferring older parts. Sizes are positive."""
+    return _greedily(sizes, target) or _by_subset(sizes, target)
+
+
+def _greedily(sizes: Sequence[int], target: int) -> list[int]:
+    taken: list[int] = []
+    room = target
+    for index, size in enumerate(sizes):
+        if size <= room:
+            taken.append(index)
+            room -= size
+            if room == 0:
+                return taken
+    return []
+
+
+def _by_subset(sizes: Sequence[int], target: int) -> list[int]:
+    """Looks at the oldest parts only, and at no huge target: an environment may post any sizes."""
+    sizes = sizes[:_MOST_PARTS]
+    if not 0 < target <= _LARGEST_TARGET or sum(sizes) < target:
+        return []
+    # Bit n of reached[i]: some of sizes[:i] add up to n.
+    all_bits = (1 << (target + 1)) - 1
+    reached = [1]
+    for size in sizes:
+        before = reached[-1]
+        reached.append(before | (before << size) & all_bits if size <= target else before)
+    if not reached[-1] >> target & 1:
+        return []
+    taken: list[int] = []
+    room = target
+    for index in reversed(range(len(sizes))):
+        if not reached[index] >> room & 1:
+            taken.append(index)
+            room -= sizes[index]
+    return taken[::-1]
+
+
+KEY: Final = "atropos"
+
+
+class WireState(msgspec.Struct, kw_only=True):
+    """The trainer, its environments and its progress: one stored value, which is written whole.
+
+    Args:
+        wandb_group .. num_steps: as registered by the trainer.
+        registered: whether a trainer has registered since the start or the last reset.
+        started: whether it has asked for a batch; until then environments must wait.
+        step: number of batches formed, counted from the trainer's starting step.
+        ahead: how many of those are not delivered yet.
+        environments: by number.
+        leases: batches leased to trainers that acknowledge: lease id to group ids.
+        latest: the group queued last.
+    """
+
+    registered: bool = False
+    started: bool = False
+    wandb_group: str | None = None
+    wandb_project: str | None = None
+    batch_size: int = -1
+    max_token_len: int = -1
+    checkpoint_dir: str = ""
+    save_checkpoint_interval: int = -1
+    num_steps: int = -1
+    step: int = 0
+    ahead: int = 0
+    environments: list[Registered] = msgspec.field(default_factory=list)
+    leases: dict[str, list[str]] = msgspec.field(default_factory=dict)
+    latest: Waiting | None = None
+
+    def register(self, registration: Registration) -> None:
+        """Starts a new run; registered environments stay."""
+        facts = registration.model_dump()
+        self.step = facts.pop("starting_step")
+        for name, value in facts.items():
+            setattr(self, name, value)
+        self.registered, self.started, self.ahead = True, False, 0
+
+    def after_reset(self, latest: Waiting | None) -> WireState:
+        """Returns the state without the run and its environments; it keeps the longest row and the
+        checkpoint settings, as the protocol does."""
+        return WireState(
+            max_token_len=self.max_token_len,
+            checkpoint_dir=self.checkpoint_dir,
+            save_checkpoint_interval=self.save_checkpoint_interval,
+            latest=latest,
+        )
+
+    def knows(self, env_id: int | None) -> bool:
+        return env_id is not None and 0 <= env_id < len(self.environments)
+
+
+class View:
+    """The waiting groups. Performs no I/O and never waits."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue()
+        self.buffers: dict[int, list[Waiting]] = {}
+        self.formed: deque[list[Waiting]] = deque()
+        self.latest: Waiting | None = None
+        self._last_order = 0.0
+
+    def __len__(self) -> int:
+        formed = sum(len(batch) for batch in self.formed)
+        return len(self.queue) + formed + sum(len(parts) for parts in self.buffers.values())
+
+    def ids(self) -> set[str]:
+        return {group.group_id for group in self._all()}
+
+    def next_order(self) -> float:
+        """Returns the order of a group queued now; it increases even if the clock does not."""
+        self._last_order = max(time.time(), self._last_order + 1e-6)
+        return self._last_order
+
+    def enqueue(self, group: Waiting) -> None:
+        self.queue.append(group)
+        self.latest = group
+
+    def buffer(self, env_id: int, group: Waiting) -> None:
+        self.buffers.setdefault(env_id, []).append(group)
+
+    def buffered_sequences(self, env_id: int) -> int:
+        return sum(group.size for group in self.buffers.get(env_id, ()))
+
+    def fitting(self, env_id: int, group_size: int) -> list[Waiting]:
+        """Removes and returns buffered parts that make a whole group; empty if there are none."""
+        parts = self.buffers.get(env_id, [])
+        indices = groups_summing_to([group.size for group in parts], group_size)
+        fitting = [parts[index] for index in indices]
+        for index in reversed(indices):
+            del parts[index]
+        return fitting
+
+    def add_formed(self, batches: Iterable[list[Waiting]]) -> None:
+        for batch in batches:
+            for group in batch:
+                self.queue.remove(group.group_id)
+            self.formed.append(batch)
+
+    def dissolve_formed(self) -> None:
+        """Puts the groups of undelivered batches back in their places in the queue."""
+        back = [group for batch in self.formed for group in batch]
+        self.formed.clear()
+        self.queue.replace([*back, *self.queue])
+
+    def clear(self) -> None:
+        self.queue = WaitingQueue()
+        self.buffers.clear()
+        self.formed.clear()
+
+    def merge(
+        self, rows: Sequence[GroupRow], *, before: Collection[str], skip: Collection[str]
+    ) -> None:
+        """Merges the store's rows into the view.
+
+        Args:
+            rows: all waiting groups, oldest first, as read from the store.
+            before: ids in the view when the rows were requested. A group of these that is not in
+                `rows` is gone; groups added since are newer than the rows and stay.
+            skip: ids of groups being stored right now; their posts will add them.
+        """
+        there = {row.group_id: row.state for row in rows}
+        known = {group.group_id: group for group in self._all()}
+
+        def stays(group: Waiting, state: str) -> bool:
+            if group.group_id in there:
+                return there[group.group_id] == state
+            return group.group_id not in before
+
+        whole = [b for b in self.formed if all(stays(group, "queued") for group in b)]
+        in_formed = {group.group_id for batch in whole for group in batch}
+        waiting = {g.group_id: g for g in self.queue if stays(g, "queued")}
+        buffers = {
+            env_id: [part for part in parts if stays(part, "buffered")]
+            for env_id, parts in self.buffers.items()
+        }
+        for row in rows:
+            if row.group_id in in_formed or row.group_id in skip:
+                continue
+            group = known.get(row.group_id)
+            if group is None:
+                group = as_waiting(row)
+                self.latest = group if row.state == "queued" else self.latest
+            if row.state == "queued":
+                waiting.setdefault(row.group_id, group)
+            elif row.env_id is not None:
+                parts = buffers.setdefault(row.env_id, [])
+                if group not in parts:
+                    parts.append(group)
+        self.formed = deque(whole)
+        self.buffers = {env_id: parts for env_id, parts in buffers.items() if parts}
+        self.queue.replace(waiting.values())
+
+    def take_back(self, state: WireState) -> None:
+        """Puts batches of ended leases first, unchanged and without counting them again."""
+        again: list[list[Waiting]] = []
+        waiting = {group.group_id: group for group in self.queue}
+        for lease_id, group_ids in list(state.leases.items()):
+            found = [waiting[group_id] for group_id in group_ids if group_id in waiting]
+            if found:
+                del state.leases[lease_id]
+            if found and len(found) == len(group_ids):
+                again.append(found)
+        for batch in again:
+            for group in batch:
+                self.queue.remove(group.group_id)
+        again.sort(key=lambda batch: min(group.order for group in batch))
+        self.formed.extendleft(reversed(again))
+
+    def _all(self) -> Iterable[Waiting]:
+        yield from self.queue
+        for batch in self.formed:
+            yield from batch
+        for parts in self.buffers.values():
+            yield from parts
+
+
+def as_waiting(row: GroupRow) -> Waiting:
+    native = row.format == "group"
+    return Waiting(
+        group_id=row.group_id,
+        size=row.size,
+        env_id=row.env_id,
+        lane=row.env if native else row.env_id,
+        order=row.created_at,
+        native=native,
+    )
+
+
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -421,48 +645,26 @@ class BrokenBody(StoreError):
 
 
 class EncodedGroups:
-    """Reads bodies through a bounded cache that evicts the least recently used."""
+    """The JSON of groups, through a bounded cache that evicts the least recently used."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        include_messages: bool,
-        score_range: ScoreRange,
-    ) -> None:
+    def __init__(self, store: Store, *, include_messages: bool, score_range: ScoreRange) -> None:
         self._store = store
         self._include_messages = include_messages
         self._score_range: ScoreRange = score_range
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
-        self._bytes = 0
-
-    def _keep(self, group_id: str, encoded: bytes) -> None:
-        self.forget(group_id)
-        if len(encoded) > _MOST_BYTES:
-            return
-        self._kept[group_id] = encoded
-        self._bytes += len(encoded)
-        while self._bytes > _MOST_BYTES:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= len(oldest)
-
-    def forget(self, group_id: str) -> None:
-        """Removes a delivered group from the cache."""
-        self._bytes -= len(self._kept.pop(group_id, b""))
+        self._kept = Cache(self._load, len, _MOST_BYTES, idle_seconds=math.inf)
 
     async def get(self, groups: Sequence[Waiting]) -> list[bytes]:
-        """Returns one JSON object per group, in this order."""
-        found = {g.group_id: self._kept[g.group_id] for g in groups if g.group_id in self._kept}
-        missing = [group for group in groups if group.group_id not in found]
-        if missing:
-            bodies = await self._store.bodies([group.group_id for group in missing])
-            for group, body in zip(missing, bodies, strict=True):
-                encoded = body
-                if group.native:
-                    encoded = await asyncio.to_thread(self._encode, group.group_id, body)
-                found[group.group_id] = encoded
-                self._keep(group.group_id, encoded)
-        return [found[group.group_id] for group in groups]
+        return await self._kept.get([(group.group_id, group.native) for group in groups])
+
+    def forget(self, group: Waiting) -> None:
+        self._kept.forget((group.group_id, group.native))
+
+    async def _load(self, keys: Sequence[tuple[str, bool]]) -> list[bytes]:
+        bodies = await self._store.bodies([group_id for group_id, _ in keys])
+        return [
+            await asyncio.to_thread(self._encode, group_id, body) if native else body
+            for (group_id, native), body in zip(keys, bodies, strict=True)
+        ]
 
     def _encode(self, group_id: str, body: bytes) -> bytes:
         try:

@@ -3,8 +3,7 @@
 Types are as lax as in the original protocol (1.0, "7" and true are valid token ids). In addition,
 these are refused, each with its place: NaN and infinities, mismatched lengths, groups without a
 token, token ids that are negative or have more than 31 bits, numbers beyond float32, logprobs of
-trained tokens below -1000, and masks that name another token than their row.
-"""
+trained tokens below -1000, and masks that name another token than their row."""
 
 from __future__ import annotations
 
@@ -49,8 +48,6 @@ Array = Annotated[list[_Item], Field(fail_fast=True)]
 
 
 class WireModel(BaseModel):
-    """Base model: unknown fields are ignored; numbers must be finite."""
-
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
@@ -115,9 +112,8 @@ _PER_ROW: Final = ("advantages", "messages", "distill_token_ids", "distill_logpr
 
 
 def check_groups(groups: Sequence[ScoredData], *, listed: bool) -> None:
-    """Refuses groups that have the right types but cannot be used. `listed`: whether the groups
-    came as a list, so that places start with an index.
-    """
+    """Refuses groups that have the right types but cannot be used. `listed`: the groups came as a
+    list, so places start with an index."""
     errors: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
         place: tuple[str | int, ...] = (index,) if listed else ()
@@ -269,9 +265,8 @@ class PostedGroup:
         body: JSON with the 14 keys of the protocol.
         lengths: number of tokens of each sequence.
         env_id: as posted.
-        task_id: its task, if `group_overrides` names one.
-        policy_version: the version in `group_overrides`; None: the version when it arrives.
-        encoded: the body as stored, see `compression`; None if not made yet.
+        task_id, policy_version: as in `group_overrides`; without a version: that at the arrival.
+        encoded: the body as stored; None if not made yet.
     """
 
     body: bytes
@@ -292,8 +287,7 @@ def encoded(groups: Sequence[PostedGroup]) -> list[PostedGroup]:
 
 def read_group(raw: bytes, gzipped: bytes | None = None) -> PostedGroup:
     """Parses the body of `POST /scored_data`. `gzipped`: `raw` as one gzip member, as it came:
-    stored as it is where that is enough.
-    """
+    stored as it is where that is enough."""
     found = _read_quickly(raw, gzipped) if len(raw) <= _QUICK_BYTES else None
     if found is not None:
         return found
@@ -355,8 +349,7 @@ _SEARCHED_BYTES: Final = 256
 _LONGEST_MATCH: Final = len('"inference_logprobs"')
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 _KEPT_PARSER_BYTES: Final = 1024 * 1024
-"""A parser keeps several times the memory of the largest text it read; larger ones get a new one.
-"""
+"""A parser keeps several times the memory of the largest text it read: not for larger ones."""
 
 
 class _Parsers(threading.local):
@@ -367,8 +360,7 @@ class _Parsers(threading.local):
 _parsers: Final = _Parsers()
 
 
-class _Unsure(Exception):
-    """The careful parser is needed."""
+class _Unsure(Exception): ...
 
 
 def _read_quickly(raw: bytes, gzipped: bytes | None = None) -> PostedGroup | None:
@@ -434,8 +426,7 @@ def _group_quickly(raw: bytes, document: Any, gzipped: bytes | None) -> PostedGr
 
 def _found(pattern: re.Pattern[bytes], first: bytes, raw: bytes) -> Iterator[re.Match[bytes]]:
     """Yields the matches of a pattern that begins with the byte `first`, in a tenth of `finditer`'s
-    time: most of `raw` are numbers, which are jumped over.
-    """
+    time: most of `raw` are numbers, which are jumped over."""
     at = raw.find(first)
     while at >= 0:
         end = at + _SEARCHED_BYTES
@@ -474,12 +465,8 @@ def _keys_it_lacks(values: Mapping[str, Any]) -> bytes:
 def _column(
     raw: bytes, characters: NDArray[np.uint8], array: Any, kind: str, places: Sequence[int]
 ) -> _Column:
-    """Returns a column of `raw`.
-
-    Args:
-        array: its rows, parsed.
-        places: where its key occurs in `raw`.
-    """
+    """Returns a column of `raw`: `array`: its parsed rows; `places`: where its key occurs
+    in `raw`."""
     if len(places) != 1:  # also in a message
         raise _Unsure
     rows = list(array)
@@ -502,8 +489,7 @@ def _column(
 
 def _check_columns(columns: Mapping[str, _Column]) -> None:
     """Raises _Unsure unless the columns can be trained on: as `check_groups`, and each mask is -100
-    or the id of its token.
-    """
+    or the id of its token."""
     if "tokens" not in columns or "masks" not in columns:
         raise _Unsure
     tokens, masks = columns["tokens"].values, columns["masks"].values

@@ -1,23 +1,20 @@
-"""HTTP routes of the Atropos protocol, at the root; `service` implements the operations.
+"""HTTP routes of the Atropos protocol, at the root; `atropos_service` implements the operations.
 
 Trainers that support leases send `X-Envserver-Ack: lease` with `GET /batch`, get
-`X-Envserver-Lease` in the response and acknowledge with `POST /ack {"lease_id": ...}`; a batch
-that is not acknowledged in time is delivered again. A `null` batch has its reason in
-`X-Envserver-Reason`. Clients that may retry a post send an `Idempotency-Key`.
-"""
+`X-Envserver-Lease` in the response and acknowledge with `POST /ack {"lease_id": ...}`; a batch that
+is not acknowledged in time is delivered again. A `null` batch has its reason in
+`X-Envserver-Reason`. Clients that may retry a post send an `Idempotency-Key`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
-import msgspec
 import orjson
 from fastapi import APIRouter
-from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -36,11 +33,6 @@ from .atropos_posts import (
     read_groups,
 )
 from .atropos_service import AtroposService
-
-_REGISTRATION: Final = TypeAdapter(Registration)
-_ENVIRONMENT: Final = TypeAdapter(EnvironmentRegistration)
-_IDENTIFIER: Final = TypeAdapter(EnvironmentIdentifier)
-_LEASE: Final = TypeAdapter(LeaseIdentifier)
 
 _MOST_READ_AT_ONCE: Final = 128 * 1024
 """Posts with more bytes than this are parsed and encoded in a thread."""
@@ -62,7 +54,6 @@ _NO_EXAMPLE: Final = (
 
 
 def atropos_routes(service: AtroposService, posts: Mapping[str, Endpoint]) -> APIRouter:
-    """Returns all routes of the protocol; `posts` are the service's `atropos_posts`."""
     router = APIRouter(tags=["atropos"])
     _add_trainer_routes(router, service)
     _add_environment_routes(router, service)
@@ -79,7 +70,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register", openapi_extra=request_body(Registration))
     async def register(request: Request) -> Response:
         """Registers the trainer; environments may register from then on."""
-        number = await service.register(await read_body(request, _REGISTRATION))
+        number = await service.register(await read_body(request, Registration))
         # 128 bits: more than orjson can write.
         return _encoded(json.dumps({"uuid": number}).encode())
 
@@ -103,8 +94,7 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.get("/batch", responses=_errors(507))
     async def batch(request: Request) -> Response:
         """Returns a batch of groups, or null if too few wait. With an `Idempotency-Key`, repeating
-        the request returns the same batch, as long as the server keeps its groups.
-        """
+        the request returns the same batch, as long as the server keeps its groups."""
         if not service.state.registered:
             return _not_registered()
         leased = request.headers.get("x-envserver-ack", "").strip().lower() == "lease"
@@ -117,15 +107,14 @@ def _add_trainer_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/ack", openapi_extra=request_body(LeaseIdentifier), responses=_errors(404, 409))
     async def ack(request: Request) -> Response:
         """Acknowledges a batch that was leased with `X-Envserver-Ack: lease`."""
-        await service.acknowledge((await read_body(request, _LEASE)).lease_id)
+        await service.acknowledge((await read_body(request, LeaseIdentifier)).lease_id)
         return _json({"status": "success"})
 
     @router.get("/reset_data", response_class=PlainTextResponse)
     async def reset_data() -> Response:
         """Forgets the trainer, the environments and the groups that wait for this trainer only.
 
-        Groups for which shared runs of `/v1/runs` wait, too, stay.
-        """
+        Groups for which shared runs of `/v1/runs` wait, too, stay."""
         await service.reset()
         return PlainTextResponse("Reset successful")
 
@@ -134,7 +123,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/register-env", openapi_extra=request_body(EnvironmentRegistration))
     async def register_env(request: Request) -> Response:
         """Registers an environment, once a trainer is registered."""
-        wanted = await read_body(request, _ENVIRONMENT)
+        wanted = await read_body(request, EnvironmentRegistration)
         env_id = await service.register_environment(wanted)
         if env_id is None:
             return _json({"status": "wait for trainer to start"})
@@ -154,7 +143,7 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     @router.post("/disconnect-env", openapi_extra=request_body(EnvironmentIdentifier))
     async def disconnect_env(request: Request) -> Response:
         """Deregisters an environment."""
-        identifier = await read_body(request, _IDENTIFIER)
+        identifier = await read_body(request, EnvironmentIdentifier)
         if await service.disconnect(identifier.env_id):
             return _json({"status": "success"})
         return _json({"status": "failure", "error": "list index out of range"})
@@ -166,9 +155,8 @@ def _add_environment_routes(router: APIRouter, service: AtroposService) -> None:
     )
     async def status_env(request: Request) -> Response:
         """Returns the step, how many groups wait, and an environment's share of the batches."""
-        identifier = await read_body(request, _IDENTIFIER)
-        status = await service.environment_status(identifier.env_id)
-        return _json(msgspec.structs.asdict(status))
+        identifier = await read_body(request, EnvironmentIdentifier)
+        return _json(await service.environment_status(identifier.env_id))
 
 
 def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
@@ -176,7 +164,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
 
     async def scored_data(request: Request) -> Response:
         """Stores one group."""
-        groups = await _groups(request, _one_group, service, threads)
+        groups = await _groups(request, service, threads)
         buffered = (await service.post(groups, _key(request)))[0]
         if buffered is None:
             return _json({"status": "received"})
@@ -184,7 +172,7 @@ def atropos_posts(service: AtroposService) -> dict[str, Endpoint]:
 
     async def scored_data_list(request: Request) -> Response:
         """Stores several groups."""
-        groups = await _groups(request, _several_groups, service, threads)
+        groups = await _groups(request, service, threads, listed=True)
         answers = await service.post(groups, _key(request))
         buffered = [answer for answer in answers if answer is not None]
         answer: dict[str, Any] = {"status": "received", "groups_processed": len(groups)}
@@ -213,25 +201,18 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": MEANINGS[status]} for status in statuses}
 
 
-def _one_group(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
-    return [read_group(raw, gzipped)]
-
-
-def _several_groups(raw: bytes, gzipped: bytes | None) -> list[PostedGroup]:
-    return read_groups(raw)
-
-
 async def _groups(
     request: Request,
-    read: Callable[[bytes, bytes | None], list[PostedGroup]],
     service: AtroposService,
     threads: ThreadPoolExecutor,
+    *,
+    listed: bool = False,
 ) -> list[PostedGroup]:
     raw = await request.body()
     gzipped = request.scope.get(GZIPPED)
 
     def ready() -> list[PostedGroup]:
-        return encoded(read(raw, gzipped))
+        return encoded(read_groups(raw) if listed else [read_group(raw, gzipped)])
 
     try:
         if len(raw) <= _MOST_READ_AT_ONCE:

@@ -2,8 +2,7 @@
 
 A post is answered after its groups are on disk. A batch is formed, leased and recorded under one
 lock, oldest first. A delivered group is never delivered again unless its trainer uses leases and
-let one expire.
-"""
+let one expire."""
 
 from __future__ import annotations
 
@@ -29,19 +28,21 @@ from ..store.groups import EncodedPut
 from ..store.leases import LeaseFacts
 from ..store.packed import facts_of_rewards
 from .atropos_batches import (
+    KEY,
     BrokenBody,
     EncodedGroups,
-    EnvironmentStatus,
     Formed,
     Lane,
     Registered,
+    View,
     Waiting,
+    WireState,
+    as_waiting,
     environment_status,
     form_batches,
     grown_group_size,
 )
 from .atropos_posts import EnvironmentRegistration, PostedGroup, Registration
-from .atropos_view import KEY, View, WireState, as_waiting, from_json_like, to_json_like
 
 _INT64: Final = 2**63
 
@@ -49,8 +50,7 @@ _INT64: Final = 2**63
 class Posts:
     """Stores posts; `under_way` contains the ids of groups being stored right now. `version`:
     returns the current policy version, which is that of groups that name none: their tokens are not
-    newer.
-    """
+    newer."""
 
     def __init__(self, store: Store, view: View, version: Callable[[], int]) -> None:
         self._version = version
@@ -59,7 +59,6 @@ class Posts:
         self.under_way: set[str] = set()
 
     def any_part(self, groups: Sequence[PostedGroup], state: WireState) -> bool:
-        """Returns whether one of the groups is only part of a group of its environment."""
         return any(_is_part(group, state) for group in groups)
 
     async def whole(
@@ -73,11 +72,8 @@ class Posts:
     async def parts(
         self, groups: Sequence[PostedGroup], key: str | None, state: WireState
     ) -> tuple[list[int | None], bool]:
-        """Stores groups of which some are parts. Calls must not run concurrently.
-
-        Returns:
-            The answers, as for `whole`, and whether all groups that became whole could be queued.
-        """
+        """Stores groups of which some are parts; calls must not run concurrently. Returns the
+        answers, as for `whole`, and whether all groups that became whole could be queued."""
         encoded = _as_puts(groups, key, state, self._version())
         puts = [item.put for item in encoded]
         new = {put.group_id for put in await self._put_new(encoded)}
@@ -154,11 +150,13 @@ def _is_part(group: PostedGroup, state: WireState) -> bool:
     return len(group.lengths) != state.environments[env_id].group_size
 
 
-def _group_id(key: str | None, index: int) -> str:
-    if key is None:
-        return f"atropos-{uuid.uuid4().hex}"
+def _id_of(key: str) -> str:
     digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-    return f"atropos-{digest[:40]}-{index}"
+    return f"atropos-{digest[:40]}"
+
+
+def _group_id(key: str | None, index: int) -> str:
+    return f"atropos-{uuid.uuid4().hex}" if key is None else f"{_id_of(key)}-{index}"
 
 
 def _as_puts(
@@ -219,7 +217,6 @@ class AtroposService:
         include_messages, score_range: how native groups are encoded.
         silent_after_seconds: an environment silent for this long loses its minimum share.
         minimums: returns the minimum shares of the runners that are alive, by environment name.
-        version: returns the current policy version.
     """
 
     def __init__(
@@ -252,7 +249,7 @@ class AtroposService:
     async def load(self) -> None:
         """Restores the state after any kind of shutdown."""
         async with self._lock:
-            self._state = from_json_like(await self._store.get_value(KEY))
+            self._state = msgspec.convert(await self._store.get_value(KEY) or {}, WireState)
             await self._ensure_run()
             ahead = self._state.ahead
             await self._reload()
@@ -281,7 +278,6 @@ class AtroposService:
 
     @property
     def state(self) -> WireState:
-        """The current state; do not modify it."""
         return self._state
 
     async def queue_size(self) -> int:
@@ -299,10 +295,7 @@ class AtroposService:
             if not self._state.registered:
                 return Batch(None, "no trainer is registered")
             await self._give_back_undelivered()
-            lease_id = None
-            if key is not None:
-                digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
-                lease_id = f"atropos-{digest[:40]}"
+            lease_id = None if key is None else _id_of(key)
             if lease_id is not None and (known := await self._find_lease(lease_id)) is not None:
                 if known.state in ("open", "acked"):
                     return await self._deliver_again(known, leased)
@@ -328,7 +321,6 @@ class AtroposService:
             return None
 
     async def _deliver_again(self, known: LeaseFacts, leased: bool) -> Batch:
-        """Returns the batch of a lease that was made for the same request."""
         rows = await self._store.rows(known.group_ids)
         bodies = await self._encoded.get([as_waiting(row) for row in rows])
         if not leased:
@@ -373,8 +365,8 @@ class AtroposService:
             self._state.leases[lease.lease_id] = ids
             self._undelivered.append(lease.lease_id)
             raise
-        for group_id in ids:
-            self._encoded.forget(group_id)
+        for group in groups:
+            self._encoded.forget(group)
         return Batch(bodies, lease_id=lease.lease_id if leased else None)
 
     async def _give_back_undelivered(self) -> None:
@@ -408,10 +400,7 @@ class AtroposService:
             for lease_id in self._state.leases:
                 await self._give_back(lease_id)
             await self._drop_own()
-            draft = copy.deepcopy(self._state)
-            draft.reset()
-            draft.latest = self._view.latest
-            await self._save(draft)
+            await self._save(self._state.after_reset(self._view.latest))
             self._view.clear()
             self._heartbeats.clear()
             # Groups posted in the meantime are in the store but not in the view.
@@ -440,7 +429,6 @@ class AtroposService:
         raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
 
     def _others_take(self, row: GroupRow) -> bool:
-        """Returns whether a group waits for another run than this trainer's, too."""
         return row.state == "queued" and any(
             run.delivery == "shared" and (not run.environments or row.env in run.environments)
             for name, run in self._store.open_runs.items()
@@ -450,9 +438,7 @@ class AtroposService:
     # Environments
 
     async def register_environment(self, wanted: EnvironmentRegistration) -> int | None:
-        """Registers an environment; returns its number, or None until a trainer has asked for a
-        batch.
-        """
+        """Returns the environment's number; None until a trainer has asked for a batch."""
         async with self._lock:
             if not self._state.started:
                 return None
@@ -460,16 +446,9 @@ class AtroposService:
                 raise StoreFull(f"No more than {_MOST_ENVIRONMENTS} environments can register.")
             draft = copy.deepcopy(self._state)
             before = sum(e.desired_name == wanted.desired_name for e in draft.environments)
-            env_id = draft.add_environment(
-                Registered(
-                    desired_name=wanted.desired_name,
-                    real_name=f"{wanted.desired_name}_{before}",
-                    max_token_length=wanted.max_token_length,
-                    weight=wanted.weight,
-                    group_size=wanted.group_size,
-                    min_batch_allocation=wanted.min_batch_allocation,
-                )
-            )
+            real_name = f"{wanted.desired_name}_{before}"
+            draft.environments.append(Registered(real_name=real_name, **wanted.model_dump()))
+            env_id = len(draft.environments) - 1
             await self._save(draft)
             self._heartbeats.hear(env_id)
             return env_id
@@ -484,8 +463,7 @@ class AtroposService:
             await self._save(draft)
             return True
 
-    async def environment_status(self, env_id: int) -> EnvironmentStatus:
-        """Returns the numbers by which an environment decides how many groups to make."""
+    async def environment_status(self, env_id: int) -> dict[str, float]:
         await self._follow_store()
         if not self._state.knows(env_id):
             raise NotFoundError(f"No environment is registered as {env_id}.", env_id=env_id)
@@ -505,15 +483,9 @@ class AtroposService:
         )
 
     async def post(self, groups: Sequence[PostedGroup], key: str | None) -> list[int | None]:
-        """Stores groups, all or none; they are durable when this returns.
-
-        Args:
-            key: the client's Idempotency-Key: the same key never stores a group twice.
-
-        Returns:
-            For each group: None if it is queued, else the number of sequences now in its
-            environment's buffer.
-        """
+        """Stores groups, all or none; durable on return. The same `key` (the client's
+        Idempotency-Key) never stores a group twice. Returns for each group None if it is queued,
+        else the number of sequences now in its environment's buffer."""
         for group in groups:
             if group.env_id is not None and self._state.knows(group.env_id):
                 self._heartbeats.hear(group.env_id)
@@ -539,14 +511,12 @@ class AtroposService:
                 await self._save(self._state)
 
     def environment_names(self) -> set[str]:
-        """Returns the names under which posted groups are stored."""
         return {env.desired_name for env in self._state.environments}
 
     def count_refusal(self, kind: str) -> None:
         self._refused[kind] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns facts for the status page."""
         state, view = self._state, self._view
         return {
             "registered": state.registered,
@@ -597,8 +567,7 @@ class AtroposService:
 
     async def _follow_store(self) -> None:
         """Reloads the view if the store holds groups that the view does not know, or the reverse.
-        Posts in progress may be counted or not.
-        """
+        Posts in progress may be counted or not."""
         slack = len(self._posts.under_way)
         if self._stale or not 0 <= await self._unknown() <= slack:
             async with self._lock:
@@ -623,5 +592,5 @@ class AtroposService:
             self._stale = True
 
     async def _save(self, state: WireState) -> None:
-        await self._store.set_value(KEY, to_json_like(state))
+        await self._store.set_value(KEY, msgspec.to_builtins(state))
         self._state = state

@@ -1,7 +1,5 @@
-"""Request and response bodies under /v1, and their limits.
-
-Requests are validated with these models; responses are only described by them.
-"""
+"""Request and response bodies under /v1, and their limits. Requests are validated with these
+models; responses are only described by them."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ class RunRequest(Body):
     """Any JSON object that the trainer wants to read back later."""
     delivery: Delivery | None = None
     """shared: each group goes to one of the shared runs; broadcast: this run gets every group. A
-    new run is shared unless set. It cannot change later.
-    """
+    new run is shared unless set. It cannot change later."""
     environments: list[Name] | None = Field(default=None, max_length=256)
     """Only groups of these environments; an empty list means all."""
     checkpoint: Name | None = None
@@ -103,14 +100,12 @@ class StreamRequest(Limits):
 
     stream: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{8,64}$")
     """Name of this stream, chosen by the client. Reconnecting with it resumes with the leases that
-    are still open. Unset: a new stream.
-    """
+    are still open. Unset: a new stream."""
     window: int = Field(default=2, ge=1, le=MOST_WINDOW)
     """Maximum number of unacknowledged leases; an ack or nack makes room for the next."""
     on_hangup: Literal["keep", "give_back"] = "keep"
     """What happens to open leases when the client disconnects: they stay leased until they expire,
-    or are returned at once.
-    """
+    or are returned at once."""
 
 
 class LeaseReference(Body):
@@ -127,8 +122,7 @@ class Nack(LeaseReference):
     """Nacks are counted by this reason."""
     group_ids: list[str] | None = Field(default=None, min_length=1, max_length=MOST_GROUPS)
     """Sets only these groups aside: they are never delivered to this run again, nor, if it is
-    shared, to other shared runs. The lease keeps the others. Needs a reason.
-    """
+    shared, to other shared runs. The lease keeps the others. Needs a reason."""
 
     @model_validator(mode="after")
     def _says_why(self) -> Nack:
@@ -147,8 +141,7 @@ class PolicyVersionRequest(Body):
         default=None, max_length=1024
     )
     """Ids or addresses of engines that have these weights, of those whose versions are their own;
-    unset: only engines that follow publications have them.
-    """
+    unset: only engines that follow publications have them."""
 
 
 _GROUP_SUMMARY: Final = msgspec.json.schema_components([GroupSummary])[1]["GroupSummary"]
@@ -165,8 +158,7 @@ class RunAnswer(Described):
     environments: list[str]
     warnings: list[str]
     """Parts of the run's filter that match nothing so far; a POST also sends them in
-    `X-Envserver-Warning`.
-    """
+    `X-Envserver-Warning`."""
 
 
 class RunsAnswer(Described):
@@ -244,15 +236,13 @@ class RolloutAnswer(Described):
     tool, sandbox, scoring), name, agent, started and seconds (from the rollout's start), first
     (seconds to the first chunk), call, and where its tokens are: row, from, to. `attempts`: those
     that failed before: attempt, kind, fault, message, seconds. `logs`: time (from the rollout's
-    start), stream, text. `use`: CPU seconds and memory of worker and sandbox, killed programs.
-    """
+    start), stream, text. `use`: CPU seconds and memory of worker and sandbox, killed programs."""
 
 
 class RolloutsAnswer(Described):
     group: dict[str, Any]
     """Its row in the list of groups, what is known of it (`envserver_records.Group`), and `task`,
-    the task's public part.
-    """
+    the task's public part."""
     rollouts: list[dict[str, Any]]
     """Each as `rollout` of `/v1/groups/ID/rollouts/N`; `cut`: its texts were left out."""
 

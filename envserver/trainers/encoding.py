@@ -2,8 +2,7 @@
 
 A body is read once for all runs that lease it at about the same time, and is checked for damage
 before the first byte of a response. Clients that accept zstd get bodies as stored: concatenated
-zstd frames are one zstd content, so the bytes between bodies get frames of their own.
-"""
+zstd frames are one zstd content, so the bytes between bodies get frames of their own."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import asyncio
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
@@ -32,25 +31,22 @@ from ..store.deliveries import DamagedBodies, decode_all
 from ..store.lookups import GroupLookups
 from ..store.packed import RAW, ZSTD, decode
 
+K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Cache(Generic[V]):
-    """A cache of values by key.
-
-    Concurrent requests for a key load it once; if one caller is cancelled or the load fails, the
-    others still get the value, or the same error.
+class Cache(Generic[K, V]):
+    """A cache of values by key. Concurrent requests for a key load it once; if one caller is
+    cancelled or the load fails, the others still get the value, or the same error.
 
     Args:
-        load: makes the values of missing keys.
-        size_bytes: returns the size of a value.
         most_bytes: maximum total size of the kept values.
         idle_seconds: values unused for this long are evicted when the next value is added.
     """
 
     def __init__(
         self,
-        load: Callable[[Sequence[str]], Awaitable[Sequence[V]]],
+        load: Callable[[Sequence[K]], Awaitable[Sequence[V]]],
         size_bytes: Callable[[V], int],
         most_bytes: int,
         *,
@@ -60,13 +56,12 @@ class Cache(Generic[V]):
         self._size_bytes = size_bytes
         self._most_bytes = most_bytes
         self._idle_seconds = idle_seconds
-        self._kept: OrderedDict[str, tuple[float, V]] = OrderedDict()
+        self._kept: OrderedDict[K, tuple[float, V]] = OrderedDict()
         self._bytes = 0
-        self._loading: dict[str, asyncio.Task[dict[str, V]]] = {}
+        self._loading: dict[K, asyncio.Task[dict[K, V]]] = {}
 
-    async def get(self, keys: Sequence[str]) -> list[V]:
-        """Returns the values of `keys`, in order; raises what `load` raises."""
-        found: dict[str, V] = {}
+    async def get(self, keys: Sequence[K]) -> list[V]:
+        found: dict[K, V] = {}
         now = time.monotonic()
         for key in keys:
             if key in self._kept:
@@ -83,17 +78,21 @@ class Cache(Generic[V]):
             found |= await asyncio.shield(task)
         return [found[key] for key in keys]
 
-    async def _load_all(self, keys: Sequence[str]) -> dict[str, V]:
+    async def _load_all(self, keys: Sequence[K]) -> dict[K, V]:
         return dict(zip(keys, await self._load(keys), strict=True))
 
-    def _loaded(self, keys: Sequence[str], task: asyncio.Task[dict[str, V]]) -> None:
+    def _loaded(self, keys: Sequence[K], task: asyncio.Task[dict[K, V]]) -> None:
         for key in keys:
             del self._loading[key]
         if not task.cancelled() and task.exception() is None:
             for key, value in task.result().items():
                 self._keep(key, value)
 
-    def _keep(self, key: str, value: V) -> None:
+    def forget(self, key: K) -> None:
+        if key in self._kept:
+            self._bytes -= self._size_bytes(self._kept.pop(key)[1])
+
+    def _keep(self, key: K, value: V) -> None:
         size = self._size_bytes(value)
         if size > self._most_bytes:
             return
@@ -130,12 +129,8 @@ class _Stored:
 
 
 class Packed:
-    """A lease or group in MessagePack, ready to write.
-
-    Args:
-        pieces: the bodies, and the bytes before each of them.
-        size: total bytes when decompressed.
-    """
+    """A lease or group in MessagePack, ready to write: the bodies, and the bytes before each of
+    them. `size`: total bytes when decompressed."""
 
     def __init__(self, pieces: Sequence[bytes | _Stored]) -> None:
         self._pieces = pieces
@@ -170,8 +165,7 @@ class Packed:
 
 class GroupEncoder:
     """Encodes leases and groups; one per app. `most_bytes`: cache size for bodies that other runs
-    may also get, and again for groups in JSON.
-    """
+    may also get, and again for groups in JSON."""
 
     def __init__(self, store: GroupLookups, most_bytes: int = _MOST_BYTES) -> None:
         self._store = store
@@ -200,7 +194,6 @@ class GroupEncoder:
         )
 
     async def group_as_json(self, row: GroupRow) -> bytes:
-        """Encodes one group in JSON, in the same form as in a lease."""
         (body,) = await self._json.get([row.group_id])
         return orjson.dumps(_json_object(row, body))
 
@@ -226,7 +219,6 @@ def _looked_through(group_ids: Sequence[str], found: Sequence[tuple[int, bytes]]
 
 
 def _plain(stored: _Stored) -> bytes:
-    """Decompresses a body, which was checked when it was read."""
     return decode(stored.encoding, stored.data)
 
 

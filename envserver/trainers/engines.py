@@ -1,8 +1,7 @@
 """Engines that are registered while the server runs (POST /v1/engines).
 
 A registration, a version, a drain and a pause are on disk before they are answered; only some
-heartbeats are written, so that many engines do not write all the time.
-"""
+heartbeats are written, so that many engines do not write all the time."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ import msgspec
 import orjson
 from envserver_records.errors import ConfigError, ConflictError, InputError
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import read_body
 from ..models.replicas import Registration, Replica
 from ..proxy.gate import InFlight
 from ..runners.messages import EngineList, ToldEngine
@@ -45,7 +44,6 @@ class EngineBook:
         self._written: list[Registration] = []
 
     async def load(self) -> None:
-        """Registers again what the store has."""
         stored = await self._store.get_value(_KEY)
         self._written = msgspec.convert(stored or [], list[Registration])
         self.fleet.restore(self._written)
@@ -122,11 +120,6 @@ class EnginePausedAnswer(EngineAnswer):
     """Whether none of this server's calls is there (always true with keep)."""
 
 
-_REGISTRATION: Final = TypeAdapter(EngineRegistration)
-_VERSION: Final = TypeAdapter(EngineVersion)
-_PAUSE: Final = TypeAdapter(EnginePause)
-_RESUME: Final = TypeAdapter(EngineResume)
-
 Rows = Callable[[], list[dict[str, Any]]]
 """Returns the rows of `GET /v1/engines`."""
 
@@ -141,17 +134,14 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE,
-        openapi_extra=request_body(EngineRegistration),
-        responses=answers(EngineAnswer, 409, status=201, body=True, what="It was registered."),
-        status_code=201,
+        **route(EngineAnswer, 409, status=201, body=EngineRegistration, what="It was registered."),
     )
     async def register(request: Request) -> Response:
         """Registers an engine (201), or takes this as the heartbeat of one that is known (200). A
         new engine gets calls once it was found to be like the others: same model, template,
         tokenizer, and way of being called; one that differs is refused (409). One that does not
-        answer yet is checked again and again.
-        """
-        wanted = await read_body(request, _REGISTRATION)
+        answer yet is checked again and again."""
+        wanted = await read_body(request, EngineRegistration)
         url = await _checked_url(fleet, wanted.url)
         await _check_model(fleet, wanted.model)
         replica, is_new = fleet.register(
@@ -169,25 +159,20 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE + "/{engine_id}/version",
-        openapi_extra=request_body(EngineVersion),
-        responses=answers(EngineAnswer, 404, body=True, what="The engine."),
+        **route(EngineAnswer, 404, body=EngineVersion, what="The engine."),
     )
     async def tell_version(engine_id: str, request: Request) -> Response:
         """Tells which policy version an engine serves. From then on its version is its own: what is
-        published for all engines no longer changes it.
-        """
+        published for all engines no longer changes it."""
         replica = fleet.named(engine_id)
-        fleet.tell_version(replica, (await read_body(request, _VERSION)).version)
+        fleet.tell_version(replica, (await read_body(request, EngineVersion)).version)
         await book.save()
         return shown(replica)
 
-    @router.post(
-        _PLACE + "/{engine_id}/drain", responses=answers(EngineAnswer, 404, what="The engine.")
-    )
+    @router.post(_PLACE + "/{engine_id}/drain", **route(EngineAnswer, 404, what="The engine."))
     async def drain(engine_id: str) -> Response:
         """Gives an engine no new rollouts; it keeps those that it has until they end (`standing`:
-        drained).
-        """
+        drained)."""
         replica = fleet.named(engine_id)
         fleet.drain(replica)
         await book.save()
@@ -195,28 +180,25 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
 
     @router.post(
         _PLACE + "/{engine_id}/pause",
-        openapi_extra=request_body(EnginePause),
-        responses=answers(EnginePausedAnswer, 404, body=True, what="It is paused."),
+        **route(EnginePausedAnswer, 404, body=EnginePause, what="It is paused."),
     )
     async def pause(engine_id: str, request: Request) -> Response:
         """Sends an engine no more calls, as while its weights change; the others get them. Runners
-        on other machines hear of it with their next news.
-        """
+        on other machines hear of it with their next news."""
         replica = fleet.named(engine_id)
-        how = await read_body(request, _PAUSE)
+        how = await read_body(request, EnginePause)
         idle = await fleet.pause(replica, how.in_flight, how.timeout_seconds)
         await book.save()
         return shown(replica, idle=idle)
 
     @router.post(
         _PLACE + "/{engine_id}/resume",
-        openapi_extra=request_body(EngineResume),
-        responses=answers(EngineAnswer, 404, body=True, what="It is used again."),
+        **route(EngineAnswer, 404, body=EngineResume, what="It is used again."),
     )
     async def resume(engine_id: str, request: Request) -> Response:
         """Ends a pause or a drain; with `version`, reports its version first."""
         replica = fleet.named(engine_id)
-        wanted = await read_body(request, _RESUME)
+        wanted = await read_body(request, EngineResume)
         if wanted.version is not None:
             fleet.tell_version(replica, wanted.version)
         fleet.resume(replica)
@@ -224,14 +206,11 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
         return shown(replica)
 
     @router.delete(
-        _PLACE + "/{engine_id}",
-        responses=answers(None, 404, 409, status=204, what="It was removed."),
-        status_code=204,
+        _PLACE + "/{engine_id}", **route(None, 404, 409, status=204, what="It was removed.")
     )
     async def remove(engine_id: str) -> Response:
         """Removes a registered engine: it gets no more calls, and answers those that it has. An
-        engine of the settings stays (409).
-        """
+        engine of the settings stays (409)."""
         fleet.remove(fleet.named(engine_id))
         await book.save()
         return Response(status_code=204)
@@ -260,7 +239,6 @@ async def _check_model(fleet: Fleet, model: str | None) -> None:
 
 
 def engine_list(fleet: Fleet) -> EngineList:
-    """Returns the engines of `fleet` that runners may call."""
     facts = [msgspec.structs.asdict(one) for one in sorted(fleet.shared(), key=lambda one: one.url)]
     engines = [ToldEngine(**{name: one[name] for name in ToldEngine.model_fields}) for one in facts]
     encoded = orjson.dumps([one.model_dump() for one in engines])

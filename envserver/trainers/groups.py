@@ -28,11 +28,11 @@ from ..formats.rollout_json import (
     shown_rollout,
 )
 from ..formats.shown_text import token_texts
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..settings.section import Described
 from ..store import GroupRow
-from ..store.listing import GroupQuery, ListedGroup, Order, TaskOrder
-from ..store.lookups import GroupLookups, RewardCounts
+from ..store.listing import GroupQuery, ListedGroup, Order, Page, RewardCounts, TaskOrder
+from ..store.lookups import GroupLookups
 from ..store.packed import CHECKED, DamagedBody, decode, facts_of
 from ..store.rows import GroupState
 from .bodies import (
@@ -85,10 +85,7 @@ class GroupFilter(BaseModel):
     """part of its id or of its task's"""
 
     def query(self) -> GroupQuery:
-        return GroupQuery(**self._values())
-
-    def _values(self) -> dict[str, Any]:
-        return self.model_dump()
+        return GroupQuery(**self.model_dump(include=set(GroupQuery.__struct_fields__)))
 
 
 class GroupSearch(GroupFilter):
@@ -103,9 +100,6 @@ class GroupSearch(GroupFilter):
     """of the page before; empty: the first page"""
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
-    def _values(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"words", "cursor", "limit"})
-
 
 _MOST_READ: Final = 256
 _AT_A_TIME: Final = 32
@@ -113,25 +107,11 @@ _UNREADABLE: Final = (CHECKED, b"\1")
 """Stands for a group that cannot be read: its checksum is wrong."""
 
 
-class FoundPage(msgspec.Struct):
-    """Groups that have the words.
-
-    Args:
-        cursor: of the next page; "" on the last one.
-        searched: number of groups that were read for this page.
-    """
-
-    groups: list[ListedGroup]
-    cursor: str
-    searched: int
-
-
 async def find(
     store: GroupLookups, query: GroupQuery, words: str, cursor: str, limit: int
-) -> FoundPage:
+) -> tuple[Page, int]:
     """Returns the next page of at most `limit` groups of `query` whose conversations or outputs
-    have `words`, upper and lower case alike (of ASCII letters).
-    """
+    have `words`, upper and lower case alike (of ASCII letters), and how many groups were read."""
     found: list[ListedGroup] = []
     searched = 0
     while len(found) < limit and searched < _MOST_READ:
@@ -143,11 +123,11 @@ async def find(
         cursor = page.cursor
         if not cursor:
             break
-    return FoundPage(found, cursor, searched)
+    return Page(found, cursor), searched
 
 
 async def _bodies(store: GroupLookups, group_ids: list[str]) -> list[tuple[int, bytes]]:
-    """Returns the stored bodies; an empty one for a group that cannot be read."""
+    """Returns the stored bodies; `_UNREADABLE` for a group that cannot be read."""
     try:
         return await store.stored_bodies(group_ids)
     except (InputError, NotFoundError):
@@ -188,20 +168,19 @@ _MOST_COUNTS: Final = 64
 
 
 def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncoder) -> None:
-    @router.get("/v1/groups", responses=answers(GroupsAnswer, 422, what="A page of groups."))
+    @router.get("/v1/groups", **route(GroupsAnswer, 422, what="A page of groups."))
     async def list_groups(wanted: Annotated[GroupSearch, Query()]) -> Response:
         """Lists groups by what is known of them: filtered, sorted, page by page; without parameters
         all of them, oldest first. A page's `cursor` leads to the next page with the same
         parameters, and is "" on the last one; groups that arrive meanwhile move nothing. `next`,
         oldest first only, is the `after` of the next page, null on the last one. Nothing is leased
-        or consumed.
-        """
+        or consumed."""
         query = wanted.query()
         if wanted.words:
-            found = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
+            found, count = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
             rows = [summary(one) for one in found.groups]
             return json_answer(
-                {"groups": rows, "cursor": found.cursor, "next": None, "searched": found.searched}
+                {"groups": rows, "cursor": found.cursor, "next": None, "searched": count}
             )
         page = await store.list_groups(query, wanted.cursor, wanted.limit)
         is_last = not page.cursor or wanted.order != "oldest"
@@ -215,23 +194,21 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
 
     counts = Cache(counted, lambda _: 1, _MOST_COUNTS, idle_seconds=2 * _COUNT_SECONDS)
 
-    @router.get("/v1/rewards", responses=answers(RewardsAnswer, 422, what="Counts."))
+    @router.get("/v1/rewards", **route(RewardsAnswer, 422, what="Counts."))
     async def count_rewards(wanted: Annotated[GroupFilter, Query()]) -> Response:
         """Counts the groups that match by mean reward, in twenty equal bins. The counts may be five
-        seconds old.
-        """
+        seconds old."""
         query = msgspec.json.encode(wanted.query()).decode()
         (found,) = await counts.get([f"{time.monotonic() // _COUNT_SECONDS} {query}"])
         return json_answer(msgspec.structs.asdict(found))
 
     @router.get(
         "/v1/groups/{group_id:path}",
-        responses=answers(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
+        **route(LeasedGroup, 404, 422, media_types=(GROUP_MSGPACK,), what="The group."),
     )
     async def get_group(group_id: str, request: Request) -> Response:
         """Returns one whole group in any state, without leasing or consuming it. MessagePack when
-        `Accept` names `application/vnd.envserver.group+msgpack`, else JSON.
-        """
+        `Accept` names `application/vnd.envserver.group+msgpack`, else JSON."""
         (row,) = await store.rows([group_id])
         if GROUP_MSGPACK in request.headers.get("accept", ""):
             return PackedAnswer(await encoder.group(row), GROUP_MSGPACK, request.headers)
@@ -259,25 +236,23 @@ _Number = Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="position in 
 def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
     @router.get(
         "/v1/groups/{group_id:path}/rollouts",
-        responses=answers(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
+        **route(RolloutsAnswer, 404, 409, 422, what="The rollouts."),
     )
     async def list_rollouts(group_id: str) -> Response:
         """Returns all rollouts of a group, each as `.../rollouts/N` has it. Of more than 8 MB,
-        later rollouts come without their texts (`cut`). Nothing is leased or consumed.
-        """
+        later rollouts come without their texts (`cut`). Nothing is leased or consumed."""
         row, group = await _read_group(store, group_id)
         body = await asyncio.to_thread(_all_shown, row, group)
         return Response(body, media_type="application/json")
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}",
-        responses=answers(RolloutAnswer, 404, 409, 422, what="The rollout."),
+        **route(RolloutAnswer, 404, 409, 422, what="The rollout."),
     )
     async def get_rollout(group_id: str, number: _Number) -> Response:
         """Returns one rollout of a group: conversations, score, usage, flags, times, failures of
         earlier attempts, printed lines, and what is known of its rows but their tokens (`/tokens`
-        has those). Pictures in messages are links to `/images/K`. Nothing is leased or consumed.
-        """
+        has those). Pictures in messages are links to `/images/K`. Nothing is leased or consumed."""
         group, rollout = await _read(store, group_id, number)
         # A long rollout takes longer to write as JSON than the event loop may wait.
         return await asyncio.to_thread(
@@ -286,7 +261,7 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}",
-        responses=answers(None, 404, 409, 422, media_types=PICTURES, what="The picture."),
+        **route(None, 404, 409, 422, media_types=PICTURES, what="The picture."),
     )
     async def get_image(
         group_id: str,
@@ -294,15 +269,14 @@ def add_rollout_routes(router: APIRouter, store: GroupLookups) -> None:
         image: Annotated[int, Path(ge=0, le=_MOST_ROLLOUTS, description="number, from 0")],
     ) -> Response:
         """Returns a picture in the messages of a rollout, with the media type that its bytes show:
-        PNG, JPEG, WebP or GIF.
-        """
+        PNG, JPEG, WebP or GIF."""
         _, rollout = await _read(store, group_id, number)
         kind, data = await asyncio.to_thread(picture_of, rollout, image)
         return Response(data, media_type=kind, headers=_OF_PICTURES)
 
     @router.get(
         "/v1/groups/{group_id:path}/rollouts/{number}/tokens",
-        responses=answers(TokensAnswer, 404, 409, 422, what="Tokens of a row."),
+        **route(TokensAnswer, 404, 409, 422, what="Tokens of a row."),
     )
     async def get_tokens(
         group_id: str,
@@ -407,7 +381,7 @@ class SeenTasksAnswer(Described):
 
 
 def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
-    @router.get("/v1/tasks/seen", responses=answers(SeenTasksAnswer, 422, what="A page of tasks."))
+    @router.get("/v1/tasks/seen", **route(SeenTasksAnswer, 422, what="A page of tasks."))
     async def list_seen_tasks(
         environment: Annotated[
             str, Query(max_length=1024, pattern=_PLAIN, description="only this environment")
@@ -424,7 +398,6 @@ def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
     ) -> Response:
         """Lists the tasks of kept groups with what their groups have in common. `GET /v1/groups`
         with `environment` and `task` has a task's groups. Tasks without a reward are left out of
-        the orders by reward and spread.
-        """
+        the orders by reward and spread."""
         page = await store.seen_tasks(order, cursor, limit, environment=environment, text=text)
         return json_answer(msgspec.to_builtins(page))

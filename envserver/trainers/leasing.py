@@ -4,17 +4,16 @@ A client that has disconnected is leased nothing; waiting uses no CPU until some
 stream has at most `window` unacknowledged leases, in one of two encodings:
 
     binary    4-byte length (big-endian), a lease in MessagePack; length 0 is a keep-alive
-    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive
-"""
+    events    id: the lease's id, event: lease, data: the lease in JSON; comments as keep-alive"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 from envserver_records.errors import ConflictError, EnvserverError, NotFoundError
@@ -28,41 +27,86 @@ from starlette.types import Receive, Scope, Send
 from ..http.middleware import TooManyRequests
 from ..http.requests import Hangup, key_of
 from ..http.transfer import accepts
-from ..store import Lease, Store
+from ..settings.server import ServerConfig
+from ..store import UNKNOWN_VERSION, Lease, Store
 from ..store.deliveries import DamagedBodies
+from .atropos_service import AtroposService
 from .bodies import MOST_GROUPS, Limits, StreamRequest
 from .encoding import GroupEncoder, zstd_frame
 from .policy import PolicyVersion
 
+_MOST_SHOWN: Final = 10
+
+
+class FilterWarnings:
+    def __init__(
+        self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
+    ) -> None:
+        self._store = store
+        self._policy = policy
+        self._present = present
+
+    def of_names(self, environments: Collection[str]) -> list[str]:
+        if not environments:
+            return []
+        known = {env for _, env, _ in self._store.tallies} | set(self._present())
+        unknown = sorted(set(environments) - known)
+        if not unknown:
+            return []
+        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
+        more = ", ..." if len(known) > _MOST_SHOWN else ""
+        names = ", ".join(map(repr, unknown))
+        return [f"No environment is called {names} so far; known: {shown}{more}."]
+
+    def of_limits(self, wanted: Limits) -> list[str]:
+        warnings = self.of_names(wanted.environments or ())
+        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
+            warnings.append(
+                "max_staleness filters nothing: no policy version is published"
+                " (POST /v1/policy-version)."
+            )
+        return warnings
+
 
 class Leasing:
-    """Leases groups for trainers over HTTP.
-
-    Args:
-        default_seconds: duration of a lease that sets none.
-        most_open: maximum number of open leases per run; streams are limited by their windows.
-        on_change: called after groups were leased or returned.
-    """
+    """Leases groups for trainers over HTTP, at most `max_open_leases` per run; streams are limited
+    by their windows."""
 
     def __init__(
         self,
         store: Store,
+        atropos: AtroposService,
         policy: PolicyVersion,
-        default_seconds: float,
-        on_change: Callable[[], None],
-        most_open: int,
+        filters: FilterWarnings,
+        settings: ServerConfig,
     ) -> None:
+        self.filters = filters
+        self.encoder = GroupEncoder(store)
+        self.streams = Streams()
         self._store = store
-        self._on_change = on_change
+        self._atropos = atropos
         self._policy = policy
-        self._default_seconds = default_seconds
-        self._most_open = most_open
+        self._settings = settings
         self._perhaps_open: dict[str, int] = {}
 
+    def changed_all(self, run: str) -> None:
+        """Call after all leases of a run were returned."""
+        self.streams.run_rewound(run)
+        self._atropos.store_changed()
+
+    async def closed(self, run: str, lease_id: str) -> None:
+        """Call after a lease was acknowledged or returned."""
+        self.streams.lease_closed(run, lease_id)
+        await self._atropos.lease_closed(lease_id)
+
+    async def extend(self, lease_id: str, seconds: float) -> float:
+        expires_at = await self._store.extend(lease_id, seconds)
+        self._atropos.store_changed()
+        return expires_at
+
     async def lease(self, run: str, wanted: Limits, lease_id: str | None = None) -> Lease | None:
-        """Leases the groups available now; None if there are too few. `lease_id`: id for the lease;
-        if a lease with this id is open, it is returned again.
-        """
+        """Leases the groups available now; None if there are too few. If a lease with the id
+        `lease_id` is open, it is returned again."""
         bounded = wanted.max_groups or wanted.max_sequences or wanted.max_tokens
         max_groups = wanted.max_groups or MOST_GROUPS
         if not bounded:
@@ -76,25 +120,23 @@ class Leasing:
             min_groups=wanted.min_groups,
             environments=wanted.environments or None,
             min_version=self._min_version(wanted),
-            seconds=wanted.seconds or self._default_seconds,
+            seconds=wanted.seconds or self._settings.lease_seconds,
             lease_id=lease_id,
         )
         if lease is not None:
-            self._on_change()
+            self._atropos.store_changed()
         return lease
 
     async def take_back(self, lease_id: str, damaged: DamagedBodies) -> None:
-        """Undoes a lease that could not be sent: drops its damaged groups and puts the others back
-        in their places.
-        """
+        """Undoes a lease that could not be sent: drops its damaged groups and queues the others
+        again."""
         await self._store.drop_damaged(damaged.reasons, undo=lease_id)
-        self._on_change()
+        self._atropos.store_changed()
 
     async def give_back(self, lease_id: str) -> None:
-        """Returns the groups leased for a client that has disconnected."""
         with suppress(ConflictError, NotFoundError):  # the lease had already ended
             await self._store.nack(lease_id, reason="hang_up")
-        self._on_change()
+        self._atropos.store_changed()
 
     def _min_version(self, wanted: Limits) -> int | None:
         if wanted.max_staleness is None:
@@ -105,8 +147,7 @@ class Leasing:
         self, run: str, wanted: Limits, seconds: float, hangup: Hangup, lease_id: str | None
     ) -> Lease | None:
         """Leases what becomes available within `seconds`; None if nothing does or the client
-        disconnects.
-        """
+        disconnects."""
         deadline = time.monotonic() + seconds
         while True:
             seen = self._store.changes
@@ -117,25 +158,22 @@ class Leasing:
                 return lease
             left = deadline - time.monotonic()
             if left > 0:
-                await self.changed(seen, hangup, left)
+                change = asyncio.create_task(self._store.wait_for_change(left, since=seen))
+                await hangup.wait(change, seconds=left)
             if hangup.gone or time.monotonic() >= deadline:
                 return None
 
     async def _require_room(self, run: str, lease_id: str | None) -> None:
         # `_perhaps_open` is an upper bound: query the store only when it reaches the limit.
-        if self._perhaps_open.get(run, 0) < self._most_open:
+        if self._perhaps_open.get(run, 0) < self._settings.max_open_leases:
             return
         held = await self._store.open_leases(run)
         self._perhaps_open[run] = len(held)
-        if len(held) >= self._most_open and lease_id not in {one.lease_id for one in held}:
+        ids = {lease.lease_id for lease in held}
+        if len(held) >= self._settings.max_open_leases and lease_id not in ids:
             raise TooManyRequests(
                 f"The run {run} has {len(held)} leases open; more after an ack or nack.", 1
             )
-
-    async def changed(self, seen: int, hangup: Hangup, seconds: float) -> None:
-        """Waits until the store has changed since `seen`, for at most `seconds`."""
-        change = asyncio.create_task(self._store.wait_for_change(seconds, since=seen))
-        await hangup.wait(change, seconds=seconds)
 
 
 def lease_id_of(run: str, request: Request) -> str | None:
@@ -162,8 +200,7 @@ class Streams:
 
     async def enter(self, stream: LeaseStream) -> None:
         """Registers `stream` under its name and ends an older connection of that name, which makes
-        no lease any more when this returns.
-        """
+        no lease any more when this returns."""
         older = self._open.get(stream.key)
         self._open[stream.key] = stream
         if older is not None:
@@ -178,7 +215,6 @@ class Streams:
             stream.forget(lease_id)
 
     def run_rewound(self, run: str) -> None:
-        """Tells the run's streams that all its leases were returned."""
         for (name, _), stream in self._open.items():
             if name == run:
                 stream.forget_all()
@@ -190,12 +226,7 @@ def stream_of(lease_id: str) -> str:
 
 
 class LeaseStream:
-    """One connection of a stream.
-
-    Args:
-        name: name of the stream.
-        seen: id of the last lease that the client received; "" if none.
-    """
+    """One connection of a stream. `seen`: id of the last lease that the client received, or ""."""
 
     def __init__(
         self,
@@ -222,32 +253,27 @@ class LeaseStream:
 
     async def supersede(self) -> None:
         """Ends this connection because a newer one has taken over the stream. A lease that it is
-        making is there when this returns, so the newer one sends it.
-        """
+        making is there when this returns, so the newer one sends it."""
         self._superseded = True
         self._room.set()
         async with self._leases:
             pass
 
     def forget(self, lease_id: str) -> None:
-        """Removes a lease that is no longer open."""
         self._open.discard(lease_id)
         self._room.set()
 
     def forget_all(self) -> None:
-        """Removes all leases: none is open any more."""
         self._open.clear()
         self._room.set()
 
     async def take_back(self, lease: Lease, damaged: DamagedBodies) -> None:
-        """Withdraws a lease that could not be sent; later leases get its undamaged groups."""
         await self._leasing.take_back(lease.lease_id, damaged)
         self.forget(lease.lease_id)
 
     async def leases(self, hangup: Hangup) -> AsyncIterator[Lease | None]:
         """Yields the leases to send; None means keep-alive. Ends when the client has disconnected,
-        the run is closed, or another connection took over.
-        """
+        the run is closed, or another connection took over."""
         for unseen in await self._unseen():
             yield unseen
         heard = time.monotonic()
@@ -262,7 +288,6 @@ class LeaseStream:
                 heard = time.monotonic()
 
     async def _unseen(self) -> list[Lease]:
-        """Returns the open leases of this stream that the client has not received."""
         unseen = []
         for facts in await self._store.open_leases(self._run):
             if stream_of(facts.lease_id) != self._name:
@@ -314,20 +339,11 @@ class LeaseStream:
             await hangup.wait(room, change, seconds=seconds)
 
     async def end(self, hangup: Hangup) -> None:
-        """Returns the open leases if the client asked for it."""
         client_has_gone = hangup.gone and not hangup.server_ends
         if self._superseded or not client_has_gone or self._wanted.on_hangup != "give_back":
             return
         for lease_id in list(self._open):
             await self._leasing.give_back(lease_id)
-
-
-class _Format(Protocol):
-    media_type: str
-    encoding: str
-    keep_alive: bytes
-
-    def lease(self, lease: Lease) -> AsyncIterator[bytes]: ...
 
 
 class _Events:
@@ -367,7 +383,7 @@ class _Frames:
             yield part
 
 
-def _format(encoder: GroupEncoder, headers: Headers) -> _Format:
+def _format(encoder: GroupEncoder, headers: Headers) -> _Events | _Frames:
     if EVENTS in headers.get("accept", ""):
         return _Events(encoder)
     return _Frames(encoder, compress=accepts(headers, "zstd"))
@@ -376,10 +392,8 @@ def _format(encoder: GroupEncoder, headers: Headers) -> _Format:
 class StreamAnswer(Response):
     """Sends a stream's leases for as long as the client listens."""
 
-    def __init__(
-        self, stream: LeaseStream, streams: Streams, encoder: GroupEncoder, headers: Headers
-    ) -> None:
-        self._format = _format(encoder, headers)
+    def __init__(self, stream: LeaseStream, leasing: Leasing, headers: Headers) -> None:
+        self._format = _format(leasing.encoder, headers)
         super().__init__(media_type=self._format.media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
@@ -387,7 +401,7 @@ class StreamAnswer(Response):
         if self._format.encoding:
             self.headers["content-encoding"] = self._format.encoding
         self._stream = stream
-        self._streams = streams
+        self._streams = leasing.streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(part: bytes, *, more: bool = True) -> None:
@@ -407,7 +421,7 @@ class StreamAnswer(Response):
             await self._stream.end(hangup)
         await write(b"", more=False)
 
-    async def _send_leases(self, hangup: Hangup, write: _Write) -> None:
+    async def _send_leases(self, hangup: Hangup, write: Callable[[bytes], Awaitable[None]]) -> None:
         try:
             async for lease in self._stream.leases(hangup):
                 if lease is None:
@@ -421,7 +435,3 @@ class StreamAnswer(Response):
         except EnvserverError as error:
             # The client reconnects and gets an error that says what to do.
             log.info("stream_ended", stream=self._stream.key, why=str(error))
-
-
-class _Write(Protocol):
-    async def __call__(self, part: bytes, *, more: bool = True) -> None: ...

@@ -3,8 +3,7 @@
 One `Live` belongs to a server; parts that run rollouts add themselves to it. `Follower` looks at
 the store and the engines only while a page watches, and joins many groups or failures to one event.
 A failure's message is short and contains no control characters and nothing that looks like a
-secret.
-"""
+secret."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from envserver_records.errors import Fault, RolloutError, StoreError, by_kind, f
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..models.engine import Engine
 from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, RunningRollout
 from ..settings.section import Described
@@ -86,8 +85,7 @@ class FailuresAnswer(Described):
     """Newest first: `n`, `time`, `environment`, `task_id`, `group_id`, `rollout`, `attempt`,
     `kind`, `fault` (model, environment, engine, trainer, infrastructure), `message`, `what`
     (attempt: it is tried again; rollout: it is lost; group: not delivered; drop: filtered, stale or
-    set aside), `count`, `runner`.
-    """
+    set aside), `count`, `runner`."""
     counts: dict[str, int]
     """By kind, over the last 1000 that match all filters but `kind` and `before`."""
     next: int | None
@@ -105,19 +103,24 @@ class FailureLog:
         return partial(self._observe, environment)
 
     def add(self, *, message: str, **facts: Any) -> None:
-        """Adds a row; `facts`: the fields of `FailureRow` but `n`."""
         self.number += 1
         shown = redacted(printable(message[:_MOST_CHARACTERS], keep="\n"))
-        self._rows.append(FailureRow(n=self.number, message=shown, **facts))
+        row = {"time": time.time(), **facts}
+        self._rows.append(FailureRow(n=self.number, message=shown, **row))
 
     def _observe(self, environment: str, event: Event) -> None:
+        if not isinstance(event, RolloutFailed | GroupDropped):
+            return
+        facts: dict[str, Any] = {
+            "time": event.at,
+            "environment": environment,
+            "task_id": event.task_id,
+            "group_id": event.group_id,
+        }
         if isinstance(event, RolloutFailed):
             failure = event.failure
             self.add(
-                time=event.at,
-                environment=environment,
-                task_id=event.task_id,
-                group_id=event.group_id,
+                **facts,
                 rollout=_number(event.rollout_id),
                 attempt=event.attempt,
                 kind=failure.kind,
@@ -125,12 +128,9 @@ class FailureLog:
                 message=failure.message,
                 what="rollout" if event.final else "attempt",
             )
-        elif isinstance(event, GroupDropped):
+        else:
             self.add(
-                time=event.at,
-                environment=environment,
-                task_id=event.task_id,
-                group_id=event.group_id,
+                **facts,
                 kind=event.reason,
                 fault=_FAULTS_OF_DROPS.get(event.reason) or self._fault_of_group(event.group_id),
                 message=event.message,
@@ -145,14 +145,12 @@ class FailureLog:
         self, environment: str, runner: str, failures: Mapping[str, int], drops: Mapping[str, int]
     ) -> None:
         """Adds how many attempts failed and groups were dropped at a runner since its last report
-        of them last, by kind and reason.
-        """
+        of them, by kind and reason."""
         for counts, what, noun in ((failures, "attempt", "attempts"), (drops, "drop", "groups")):
             for kind, count in counts.items():
                 known = _KINDS.get(kind, RolloutError)
                 fault = fault_of(kind, known.blame)
                 self.add(
-                    time=time.time(),
                     environment=environment,
                     kind=kind,
                     fault=_FAULTS_OF_DROPS.get(kind, fault) if what == "drop" else fault,
@@ -163,10 +161,8 @@ class FailureLog:
                 )
 
     def set_aside(self, groups: Sequence[GroupRow], reason: str) -> None:
-        """Adds groups that a trainer cannot use."""
         for one in groups[:_MOST_ALIKE]:
             self.add(
-                time=time.time(),
                 environment=one.env,
                 group_id=one.group_id,
                 kind="set_aside",
@@ -176,9 +172,7 @@ class FailureLog:
             )
 
     def dropped(self, kind: str, count: int, message: str, fault: Fault) -> None:
-        """Adds groups that left the store, of which only the number is known."""
         self.add(
-            time=time.time(),
             environment="",
             kind=kind,
             fault=fault,
@@ -195,8 +189,7 @@ class FailureLog:
         self, *, environment: str, kind: str, fault: str, before: int, limit: int
     ) -> tuple[list[FailureRow], dict[str, int], int | None]:
         """Returns up to `limit` matching rows before number `before`, newest first; the counts by
-        kind; and the `before` of the next page.
-        """
+        kind; and the `before` of the next page."""
         alike = [
             row
             for row in reversed(self._rows)
@@ -221,7 +214,7 @@ def _number(rollout_id: str) -> int | None:
 
 
 def add_failure_routes(router: APIRouter, failures: FailureLog) -> None:
-    @router.get("/v1/failures", responses=answers(FailuresAnswer, 422, what="Failures."))
+    @router.get("/v1/failures", **route(FailuresAnswer, 422, what="Failures."))
     async def list_failures(
         environment: Annotated[str, Query(max_length=256)] = "",
         kind: Annotated[str, Query(max_length=256, description="kind, or reason of a drop")] = "",
@@ -233,8 +226,7 @@ def add_failure_routes(router: APIRouter, failures: FailureLog) -> None:
     ) -> Response:
         """Lists the last 1000 failures and drops since the server started, newest first: attempts
         that failed and rollouts that were lost, whose fault it was and in which words; groups that
-        were not delivered, and why. Joined runners tell only how many.
-        """
+        were not delivered, and why. Joined runners tell only how many."""
         rows, counts, following = failures.page(
             environment=environment, kind=kind, fault=fault, before=before, limit=limit
         )
@@ -247,7 +239,6 @@ class EngineSource(msgspec.Struct, frozen=True):
 
     Args:
         name: "" for the engine of the rollouts, else the agent that has it.
-        model: name of the model there.
         version: returns the policy version that it serves; -1: none, or unknown.
     """
 
@@ -300,16 +291,14 @@ class EnginesAnswer(Described):
     `seconds_p50` and `seconds_p95` (until an answer; null: there was none), `weights_version`
     (null: not known), `ready`, `standing` (used, checking, unreachable, refused, old, paused,
     draining, drained), `reason` (why it is not used), `origin` (setting, registered, file,
-    server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never).
-    """
+    server), `rollouts` (those whose calls go there), `expires_in_seconds` (null: never)."""
 
 
 def add_engine_routes(router: APIRouter, sources: Sequence[EngineSource]) -> None:
-    @router.get("/v1/engines", responses=answers(EnginesAnswer, what="The engines."))
+    @router.get("/v1/engines", **route(EnginesAnswer, what="The engines."))
     async def list_engines() -> Response:
         """Lists the engines of the server's own rollouts: load, errors, answer times, versions.
-        Joined runners have their own, which are listed with them.
-        """
+        Joined runners have their own, which are listed with them."""
         return json_answer({"engines": engine_rows(sources)})
 
 
@@ -318,14 +307,7 @@ Running = Callable[[str, int], tuple[list[RunningRollout], int]]
 
 
 class Live:
-    """The live state of one server.
-
-    Attributes:
-        feed: events for pages that are open.
-        failures: the latest failures, and what was dropped.
-        engines: the engines of the server's own rollouts.
-        running: its own rollouts in progress.
-    """
+    """The live state of one server. `engines`, `running`: of its own rollouts."""
 
     def __init__(self) -> None:
         self.feed = Feed()
@@ -337,7 +319,6 @@ class Live:
         self.feed.publish("alarm", alarm.facts() | {"active": begins})
 
     def sampled(self, now: float, numbers: Numbers) -> None:
-        """Publishes the numbers of `/v1/series` as they are now."""
         series = [(one.name, dict(one.labels), value) for one, value in numbers.items()]
         self.feed.publish("sample", {"time": now, "series": series})
 
@@ -461,16 +442,14 @@ class RunningAnswer(Described):
     rollouts: list[dict[str, Any]]
     """Oldest first: `environment`, `group_id`, `task_id`, `rollout`, `attempt`, `seconds` (since
     its agent began, or since it waits), `turns`, `tokens` (sampled so far), `worker` (process id;
-    null: none), `state` (waiting, playing, scoring).
-    """
+    null: none), `state` (waiting, playing, scoring)."""
     total: int
 
 
 class LeasesAnswer(Described):
     leases: list[dict[str, Any]]
     """A row for each leased group, oldest lease first: `group_id`, `environment`, `leased_at`,
-    `age_seconds`, `expires_in_seconds`.
-    """
+    `age_seconds`, `expires_in_seconds`."""
     total: int
 
 
@@ -480,32 +459,25 @@ def live_routes(
     version: Callable[[], int],
     look: Callable[[], Awaitable[None]],
 ) -> APIRouter:
-    """Returns the routes of this room; `version`, `look`: see `add_event_routes`."""
     router = APIRouter(tags=["live"])
     add_event_routes(router, live.feed, version, look)
     add_failure_routes(router, live.failures)
     add_engine_routes(router, live.engines)
 
-    @router.get(
-        "/v1/rollouts/running", responses=answers(RunningAnswer, 422, what="Some rollouts.")
-    )
+    @router.get("/v1/rollouts/running", **route(RunningAnswer, 422, what="Some rollouts."))
     async def running(
         environment: Annotated[str, Query(max_length=256)] = "", limit: _Limit = 100
     ) -> Response:
         """Lists the rollouts of groups that this server plays now. Joined runners have their own,
-        of which the server knows only how many groups are open.
-        """
+        of which the server knows only how many groups are open."""
         found, total = live.running(environment, limit)
         now = time.time()
         return json_answer({"rollouts": [_shown(one, now) for one in found], "total": total})
 
-    @router.get(
-        "/v1/runs/{run}/leases", responses=answers(LeasesAnswer, 404, 422, what="Leased groups.")
-    )
+    @router.get("/v1/runs/{run}/leases", **route(LeasesAnswer, 404, 422, what="Leased groups."))
     async def leases(run: str, limit: _Limit = 200) -> Response:
         """Lists the groups that a run has leased and not acknowledged. Ids of leases are not
-        shown: who knows one could acknowledge it.
-        """
+        shown: who knows one could acknowledge it."""
         found, total = await store.leased_groups(run, limit)
         return json_answer(
             {"leases": [msgspec.structs.asdict(one) for one in found], "total": total}

@@ -3,8 +3,7 @@
 Memory is bounded and does not depend on the watchers: events are encoded once for all, and a
 watcher that reads too slowly is disconnected. A cursor is `<boot>.<number of the event>.<seq of the
 last group>`, which browsers send back as Last-Event-ID; `boot` changes when the server starts. A
-cursor that the ring still has continues without a gap and without a repetition.
-"""
+cursor that the ring still has continues without a gap and without a repetition."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from fastapi import APIRouter, Header
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.answers import answers
+from ..http.answers import route
 from ..http.middleware import TooManyRequests
 from ..http.requests import ABORT, Hangup
 from ..store.rows import Changes
@@ -39,8 +38,7 @@ _AT_ONCE_BYTES: Final = 128 * 1024
 _ID: Final = re.compile(r"([0-9a-f]{8})\.(\d{1,18})\.(\d{1,18})")
 
 
-class FellBehind(Exception):
-    """The ring no longer has the event after a cursor."""
+class FellBehind(Exception): ...
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -90,12 +88,7 @@ class Feed:
         self._waking: asyncio.TimerHandle | None = None
 
     def publish(self, name: str, data: Any, *, seq: int | None = None) -> None:
-        """Adds an event.
-
-        Args:
-            data: JSON-like.
-            seq: of the last group that it is about.
-        """
+        """Adds an event with JSON-like data; `seq`: of the last group that it is about."""
         before = self.seq
         self.number += 1
         self.seq = before if seq is None else max(before, seq)
@@ -113,14 +106,12 @@ class Feed:
         self._told.announce(self.number)
 
     def encoded(self, name: str, data: Any, number: int, seq: int) -> bytes:
-        """Returns an event as bytes, with the cursor after it."""
         cursor = f"{self.boot}.{number}.{seq}"
         line = orjson.dumps(data, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
         return b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor.encode(), name.encode(), line)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Counts a watcher while the block runs."""
         self.watchers += 1
         self.watched.set()
         try:
@@ -158,7 +149,6 @@ class Feed:
         return b"".join(parts), number + len(parts)
 
     async def more(self, number: int) -> None:
-        """Waits until there are events after `number`."""
         while self.number <= number or self._waking is not None:
             await self._told.wait(self._told.number, None)
 
@@ -175,34 +165,24 @@ _SLOW_SECONDS: Final = 30.0
 _AGAIN_SECONDS: Final = 5.0
 
 
-async def _nothing() -> None:
-    """Looks for nothing."""
-
-
 def add_event_routes(
     router: APIRouter,
     feed: Feed,
     version: Callable[[], int] = lambda: -1,
-    look: Callable[[], Awaitable[None]] = _nothing,
+    look: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
-    """Adds GET /v1/events.
-
-    Args:
-        version: returns the current policy version.
-        look: publishes what has happened since it was called last.
-    """
+    """Adds GET /v1/events. `look`: publishes what has happened since its last call."""
 
     @router.get(
         "/v1/events",
         response_class=Response,
-        responses=answers(None, media_types=(EVENTS,), what="An endless stream of events."),
+        **route(None, media_types=(EVENTS,), what="An endless stream of events."),
     )
     async def events(last_event_id: Annotated[str, Header(max_length=100)] = "") -> Response:
         """Pushes what happens as server-sent events: groups, samples of the numbers, failures,
         policy versions, runs, engines, alarms. With `Last-Event-ID` the stream continues after
         that event; if it cannot, because the server was restarted or too much happened since,
-        `resync` says that lists must be read again.
-        """
+        `resync` says that lists must be read again."""
         if feed.watchers >= MOST_WATCHERS:
             message = f"The server has {feed.watchers} watchers already."
             raise TooManyRequests(message, _AGAIN_SECONDS)
@@ -210,8 +190,6 @@ def add_event_routes(
 
 
 class EventsAnswer(Response):
-    """Sends events for as long as the client listens."""
-
     media_type = EVENTS
 
     def __init__(
@@ -219,7 +197,7 @@ class EventsAnswer(Response):
         feed: Feed,
         last_id: str,
         version: Callable[[], int],
-        look: Callable[[], Awaitable[None]],
+        look: Callable[[], Awaitable[None]] | None,
     ) -> None:
         super().__init__()
         del self.headers["content-length"]
@@ -237,7 +215,8 @@ class EventsAnswer(Response):
 
         with self._feed.watching():
             # A first watcher must not get all groups that came without watchers.
-            await self._look()
+            if self._look is not None:
+                await self._look()
             start = self._feed.start(self._last_id)
             async with Hangup(receive) as hangup:
                 await send(
@@ -266,7 +245,6 @@ class EventsAnswer(Response):
         return first
 
     async def _send_events(self, number: int, hangup: Hangup, write: Callable[..., Any]) -> None:
-        """Sends events after `number` until the client or the server ends, or it falls behind."""
         while not hangup.gone:
             try:
                 part, number = self._feed.after(number)
@@ -282,7 +260,6 @@ class EventsAnswer(Response):
 
 
 def missed(seen: int, last: int) -> dict[str, int]:
-    """Returns the event `groups` of those after number `seen`, up to number `last`."""
     return {"count": last - seen, "first_seq": seen + 1, "last_seq": last}
 
 

@@ -1,8 +1,7 @@
 """Makes rollouts of tasks that the caller names, in that order, and lists the tasks.
 
 Repeating a request with the same key returns the same rollouts, even after the server was killed in
-between. The hidden part of a task is never sent.
-"""
+between. The hidden part of a task is never sent."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from envserver_records.errors import ConflictError, InputError
 from envserver_records.records import Split
 from envserver_records.wire import GROUPS_MSGPACK
 from fastapi import APIRouter, Query
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..http.middleware import TooManyRequests
-from ..http.requests import Hangup, key_of, read_body, request_body
+from ..http.requests import Hangup, key_of, read_body
 from ..rollouts.ordered import GroupsOrder, Orders
 from ..store import Lease, Store
 from ..store.deliveries import DamagedBodies
@@ -68,24 +67,20 @@ class TasksAnswer(BaseModel):
     """The `after` of the following page; null on the last page."""
 
 
-_ROLLOUTS: Final = TypeAdapter(RolloutsRequest)
-
-
 def add_on_demand_routes(
     router: APIRouter, orders: Orders, store: Store, encoder: GroupEncoder
 ) -> None:
     @router.post(
         "/v1/rollouts",
-        openapi_extra=request_body(RolloutsRequest),
-        responses=answers(
+        **route(
             LeaseAnswer,
             404,
             409,
-            body=True,
+            body=RolloutsRequest,
             media_types=(GROUPS_MSGPACK,),
             what="All of the groups.",
-        )
-        | {202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
+            also={202: {"model": RolloutsProgress, "description": "Not all of them are made yet."}},
+        ),
     )
     async def order_rollouts(request: Request) -> Response:
         """Makes rollouts of the named tasks: one group per task, in this order (200).
@@ -96,9 +91,8 @@ def add_on_demand_routes(
         lacks only rollouts that failed through no fault of the model, and the rollout ids
         (`...-r0`, `...-r1`) show which. An order that no request waits for is abandoned after ten
         minutes; finished rollouts are kept. The response has the form of a lease, but needs no
-        acknowledgement.
-        """
-        wanted = await read_body(request, _ROLLOUTS)
+        acknowledgement."""
+        wanted = await read_body(request, RolloutsRequest)
         order = _order_of(wanted, key_of(request) or uuid.uuid4().hex, orders)
         _require_room(orders, order)
         async with Hangup(request.receive) as hangup:
@@ -119,7 +113,7 @@ def add_on_demand_routes(
                 group_ids=list(damaged.reasons),
             ) from damaged
 
-    @router.get("/v1/tasks", responses=answers(TasksAnswer, 404, 422, what="A page of tasks."))
+    @router.get("/v1/tasks", **route(TasksAnswer, 404, 422, what="A page of tasks."))
     async def list_tasks(
         environment: Annotated[str, Query(description="name of the environment")],
         split: Annotated[Split | None, Query(description="default: the split served")] = None,
@@ -131,8 +125,7 @@ def add_on_demand_routes(
         ] = 100,
     ) -> Response:
         """Lists the tasks of an environment in order, without the hidden part that scoring uses.
-        Only the first 100000 tasks of a split can be listed and named.
-        """
+        Only the first 100000 tasks of a split can be listed and named."""
         where = split or orders.environment(environment).config.split
         found = await orders.book(environment).after(where, after, limit)
         tasks = [{"task_id": task.id, "public": task.public} for task in found]

@@ -1,8 +1,5 @@
 """OpenEnv: an application for each environment, with its own document, as OpenEnv's clients expect.
-
-Over HTTP each request is an episode of its own, as in OpenEnv: an episode of several turns needs
-the WebSocket.
-"""
+Over HTTP each request is an episode of its own: one of several turns needs the WebSocket."""
 
 from __future__ import annotations
 
@@ -77,7 +74,6 @@ class Action(BaseModel):
         return self
 
     def calls(self) -> list[ToolCall]:
-        """Returns its tool calls, in whatever form they came."""
         if self.type == "call_tool":
             return [ToolCall(name=self.tool_name, arguments=self.arguments)]
         return self.tool_calls
@@ -155,7 +151,6 @@ class Session:
         self._call_numbers = itertools.count(1)
 
     async def reset(self, wanted: Reset) -> Answer:
-        """Begins an episode and returns its first request to the model."""
         await self.close()
         self._episode = await self._episodes.begin(
             self._name,
@@ -169,7 +164,6 @@ class Session:
         return await self._next(self._episode)
 
     async def step(self, action: Action) -> Answer:
-        """Takes the model's turn and returns the next request, or the end with the reward."""
         if action.type == "list_tools":
             return await self._list_tools()
         episode, asked = self._current()
@@ -193,7 +187,6 @@ class Session:
         )
 
     async def close(self) -> None:
-        """Ends the episode, if there is one."""
         episode, self._episode, self._asked = self._episode, None, None
         if episode is not None:
             await episode.close()
@@ -301,7 +294,6 @@ _FAILED: Final = -32603
 
 
 async def answer_rpc(request: Any, session: Session | None) -> dict[str, Any]:
-    """Returns the answer to a JSON-RPC request. `session`: None: the request belongs to none."""
     if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
         return rpc_error(None, INVALID_REQUEST, "This is no JSON-RPC 2.0 request.")
     number, method, params = request.get("id"), request.get("method"), request.get("params") or {}
@@ -344,12 +336,10 @@ async def _called(params: dict[str, Any], session: Session) -> dict[str, Any]:
 
 
 def rpc_result(number: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer to a request that succeeded."""
     return {"jsonrpc": "2.0", "id": number, "result": result}
 
 
 def rpc_error(number: Any, code: int, message: str) -> dict[str, Any]:
-    """Returns the answer to a request that failed."""
     return {"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}
 
 

@@ -1,8 +1,7 @@
 """The policy version, pauses during weight updates, and evaluations of a version.
 
 The version is durable and never decreases. Calls stay paused until a trainer resumes them, also
-when the server restarts or another one takes over in the midst of an update.
-"""
+when the server restarts or another one takes over in the midst of an update."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from typing import Any, Final, Protocol
 import structlog
 from envserver_records.errors import ConflictError, NotFoundError
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import key_of, read_body, request_body
+from ..http.answers import json_answer, route
+from ..http.requests import key_of, read_body
 from ..proxy.gate import Gate, InFlight
 from ..runners.registry import RunnerRegistry
 from ..settings.section import Described
@@ -28,12 +27,9 @@ from ..store import Store
 from .bodies import VERSION_LIMIT, PolicyVersionAnswer, PolicyVersionRequest
 
 _POLICY_VERSION: Final = "policy_version"
-_VERSION: Final = TypeAdapter(PolicyVersionRequest)
 
 
 class PolicyVersion:
-    """The policy version that trainers publish: durable, never decreasing."""
-
     def __init__(self, store: Store, on_change: Callable[[int], None] | None) -> None:
         self._store = store
         self._on_change = on_change
@@ -49,8 +45,7 @@ class PolicyVersion:
 
     async def publish(self, version: int, engines: Sequence[str] = ()) -> None:
         """Makes `version` the current version; publishing the current version again is allowed.
-        `engines`: ids or addresses of engines that tell their own versions and serve it.
-        """
+        `engines`: ids or addresses of engines that tell their own versions and serve it."""
         async with self._lock:
             if version < self.version:
                 raise ConflictError(
@@ -76,18 +71,18 @@ async def _no_engines(named: Sequence[str], version: int) -> None:
 def add_policy_routes(router: APIRouter, policy: PolicyVersion) -> None:
     @router.post(
         "/v1/policy-version",
-        openapi_extra=request_body(PolicyVersionRequest),
-        responses=answers(PolicyVersionAnswer, 404, 409, body=True, what="The current version."),
+        **route(
+            PolicyVersionAnswer, 404, 409, body=PolicyVersionRequest, what="The current version."
+        ),
     )
     async def publish(request: Request) -> Response:
         """Sets the version of the weights that the engine samples with from now on. A version lower
-        than the current one is refused (409).
-        """
-        wanted = await read_body(request, _VERSION)
+        than the current one is refused (409)."""
+        wanted = await read_body(request, PolicyVersionRequest)
         await policy.publish(wanted.version, wanted.engines or ())
         return json_answer({"version": policy.version})
 
-    @router.get("/v1/policy-version", responses=answers(PolicyVersionAnswer, what="The version."))
+    @router.get("/v1/policy-version", **route(PolicyVersionAnswer, what="The version."))
     async def current() -> Response:
         """Returns the current policy version; -1 if none was published."""
         return json_answer({"version": policy.version})
@@ -115,23 +110,18 @@ class EvaluationsAnswer(Described):
     """For each: `version` (of the policy, at its start), `state` (running, complete, failed,
     interrupted), `folder`, `results` (numbers by name, `evaluate/math/mean_reward`), `rollouts`,
     `other_versions` (how many of these have tokens of another version), `sampled_by` (rollouts by
-    version; several: mixed in one), `began_at`, `ended_at` (seconds since 1970), `error`.
-    """
+    version; several: mixed in one), `began_at`, `ended_at` (seconds since 1970), `error`."""
 
 
 def add_evaluation_routes(router: APIRouter, evaluations: HeldOutEvaluations) -> None:
-    @router.post(
-        "/v1/evaluations",
-        responses=answers(EvaluationsAnswer, 409, status=202, what="It begins."),
-    )
+    @router.post("/v1/evaluations", **route(EvaluationsAnswer, 409, status=202, what="It begins."))
     async def evaluate() -> Response:
         """Evaluates the current policy version on the split of `evaluate.split`, beside the
-        training rollouts. 409 while another evaluation runs, and if that split is trained on.
-        """
+        training rollouts. 409 while another evaluation runs, and if that split is trained on."""
         evaluations.start()
         return json_answer(_state(evaluations), 202)
 
-    @router.get("/v1/evaluations", responses=answers(EvaluationsAnswer, what="All evaluations."))
+    @router.get("/v1/evaluations", **route(EvaluationsAnswer, what="All evaluations."))
     async def listed() -> Response:
         """Returns the evaluations of this store, the oldest first."""
         return json_answer(_state(evaluations))
@@ -153,9 +143,8 @@ class PauseRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     in_flight: InFlight = "drain"
-    """What happens to running calls: drain (they finish first), keep (they continue), abort (they
-    are cancelled and retried later).
-    """
+    """Running calls finish first (drain), continue (keep), or are cancelled and retried later
+    (abort)."""
     timeout_seconds: float = Field(default=60.0, gt=0, le=_LONGEST_WAIT_SECONDS)
     """Maximum wait for them; then the response has `"idle": false` and calls stay paused."""
 
@@ -180,10 +169,6 @@ class PausedAnswer(PolicyAnswer):
     """Whether no call is running at the engine (always true with keep)."""
 
 
-_PAUSE: Final = TypeAdapter(PauseRequest)
-_RESUME: Final = TypeAdapter(ResumeRequest)
-
-
 class WeightPause:
     """The pause of the calls behind `gate` and of those of runners; durable."""
 
@@ -193,7 +178,6 @@ class WeightPause:
         self._news = environments.news
 
     async def load(self) -> None:
-        """Pauses calls if they were paused when the server ended."""
         in_flight = await self._store.get_value(_STORED)
         if in_flight is not None:
             log.warning("calls_are_paused", why="A trainer paused them and has not resumed them.")
@@ -206,7 +190,6 @@ class WeightPause:
         return all(await asyncio.gather(self.gate.pause(*how), self._news.pause(*how)))
 
     async def resume(self) -> None:
-        """Lets calls continue."""
         if await self._store.get_value(_STORED) is not None:
             await self._store.set_value(_STORED, None)
         self.gate.resume()
@@ -217,64 +200,60 @@ def weight_routes(
     pausing: WeightPause, policy: PolicyVersion, evaluations: HeldOutEvaluations | None
 ) -> APIRouter:
     """Returns the routes that pause and resume calls. `evaluations`: what a pause may wait for
-    (`evaluate.hold_seconds`).
-    """
+    (`evaluate.hold_seconds`)."""
     gate = pausing.gate
     router = APIRouter(tags=["native"])
     handled: deque[str | None] = deque(maxlen=_KEPT_KEYS)
 
+    def shown(**more: bool) -> Response:
+        return JSONResponse(
+            {
+                "paused": gate.paused,
+                "in_flight": gate.in_flight,
+                "waiting": gate.waiting,
+                "version": policy.version,
+                **more,
+            }
+        )
+
     @router.post(
-        "/v1/policy/pause",
-        openapi_extra=request_body(PauseRequest),
-        responses=answers(PausedAnswer, body=True, what="Calls are paused."),
+        "/v1/policy/pause", **route(PausedAnswer, body=PauseRequest, what="Calls are paused.")
     )
     async def pause(request: Request) -> Response:
         """Stops new calls to the engine. Pausing again replaces the choice made before. A copy of a
-        request with an `Idempotency-Key` does not pause again what was resumed in the meantime.
-        """
-        wanted = await read_body(request, _PAUSE)
+        request with an `Idempotency-Key` does not pause again what was resumed in the meantime."""
+        wanted = await read_body(request, PauseRequest)
         key = key_of(request)
         if key is not None and key in handled and not gate.paused:
-            return JSONResponse({**_weights_state(gate, policy), "idle": False})
+            return shown(idle=False)
         handled.append(key)
         began = time.monotonic()
         if evaluations is not None and not gate.paused:
             await evaluations.hold(wanted.timeout_seconds / 2)
         left = wanted.timeout_seconds - (time.monotonic() - began)
         idle = await pausing.pause(wanted.in_flight, left)
-        return JSONResponse({**_weights_state(gate, policy), "idle": idle})
+        return shown(idle=idle)
 
     @router.post(
         "/v1/policy/resume",
-        openapi_extra=request_body(ResumeRequest),
-        responses=answers(PolicyAnswer, 409, body=True, what="Calls were resumed."),
+        **route(PolicyAnswer, 409, body=ResumeRequest, what="Calls were resumed."),
     )
     async def resume(request: Request) -> Response:
         """Lets calls continue; repeating is allowed. Refuses a lower version (409). A copy of a
-        request with an `Idempotency-Key` does not resume what was paused in the meantime.
-        """
-        wanted = await read_body(request, _RESUME)
+        request with an `Idempotency-Key` does not resume what was paused in the meantime."""
+        wanted = await read_body(request, ResumeRequest)
         key = key_of(request)
         if key is not None and key in handled:
-            return JSONResponse(_weights_state(gate, policy))
+            return shown()
         if wanted.version is not None:
             await policy.publish(wanted.version)
         await pausing.resume()
         handled.append(key)
-        return JSONResponse(_weights_state(gate, policy))
+        return shown()
 
-    @router.get("/v1/policy", responses=answers(PolicyAnswer, what="The state of the calls."))
+    @router.get("/v1/policy", **route(PolicyAnswer, what="The state of the calls."))
     async def state() -> Response:
         """Returns whether calls are paused, how many are running and how many wait."""
-        return JSONResponse(_weights_state(gate, policy))
+        return shown()
 
     return router
-
-
-def _weights_state(gate: Gate, policy: PolicyVersion) -> dict[str, Any]:
-    return {
-        "paused": gate.paused,
-        "in_flight": gate.in_flight,
-        "waiting": gate.waiting,
-        "version": policy.version,
-    }

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from envserver_records.errors import UsageError
 from fastapi import APIRouter
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http.access import AccessTokens, Sessions, Token, is_own_page, may_read
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..http.middleware import Forbidden, Strangers, Unauthorized
-from ..http.requests import read_body, request_body
+from ..http.requests import read_body
+from ..runners.registry import RunnerRegistry, count_runners
 from ..settings.section import Described
 from ..settings.server import ServerConfig
 from ..store import Store
 from ..telemetry.alarms import AlarmBook
 from .atropos_service import AtroposService
 from .bodies import Body
-from .encoding import GroupEncoder
 from .groups import add_group_routes, add_rollout_routes, add_task_routes
-from .leasing import Leasing, Streams
+from .leasing import FilterWarnings, Leasing
 from .policy import HeldOutEvaluations, PolicyVersion, add_evaluation_routes, add_policy_routes
-from .runs import FilterWarnings, SetAside, add_lease_routes, add_run_routes
+from .runs import SetAside, add_lease_routes, add_run_routes
 from .status import (
     Recorder,
     add_alarm_routes,
@@ -61,16 +61,11 @@ class SessionAnswer(Described):
     """Name of its access token."""
 
 
-_LOGIN: Final = TypeAdapter(SessionRequest)
-
-
 class NotJson(UsageError):
     kind, status = "not_json", 415
 
 
 class Logins:
-    """The parts that the routes need if access tokens are required."""
-
     def __init__(self, tokens: AccessTokens, sessions: Sessions, strangers: Strangers) -> None:
         self.tokens = tokens
         self.sessions = sessions
@@ -91,9 +86,7 @@ class Logins:
 
 
 def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
-    """Adds the routes; `logins` is None where no tokens are required."""
-
-    @router.get("/v1/session", responses=answers(SessionAnswer, what="Who asks."))
+    @router.get("/v1/session", **route(SessionAnswer, what="Who asks."))
     async def get_session(request: Request) -> Response:
         """Returns whether this client must log in, and as whom it is logged in."""
         if logins is None:
@@ -101,15 +94,10 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
         token = logins.sessions.reader(request.scope)
         return _answer(token, needs_login=token is None)
 
-    @router.post(
-        "/v1/session",
-        responses=answers(SessionAnswer, 415, body=True, what="Logged in."),
-        openapi_extra=request_body(SessionRequest),
-    )
+    @router.post("/v1/session", **route(SessionAnswer, 415, body=SessionRequest, what="Logged in."))
     async def log_in(request: Request) -> Response:
         """Logs the page in: sets a cookie with which it reads, and nothing else. Only for a page
-        of this server; programs send their access token with each request.
-        """
+        of this server; programs send their access token with each request."""
         if logins is None:
             return _answer(None, needs_login=False)
         if not is_own_page(request.scope):
@@ -120,13 +108,13 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
             )
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise NotJson("A login is JSON.")
-        wanted = await read_body(request, _LOGIN)
+        wanted = await read_body(request, SessionRequest)
         token = logins.log_in(wanted.token, request.client.host if request.client else "")
         answer = _answer(token.model_copy(update={"role": "reader"}), needs_login=False)
         answer.headers["set-cookie"] = logins.sessions.cookie(token, request.scope)
         return answer
 
-    @router.delete("/v1/session", status_code=204, responses=answers(status=204))
+    @router.delete("/v1/session", **route(status=204))
     async def log_out(request: Request) -> Response:
         """Logs the page out: its browser forgets the cookie."""
         headers = dict(_NO_STORE)
@@ -145,11 +133,9 @@ def native_routes(
     store: Store,
     atropos: AtroposService,
     policy: PolicyVersion,
+    runners: RunnerRegistry,
     *,
     settings: ServerConfig,
-    joined: Callable[[], dict[str, int]],
-    present: Callable[[], set[str]],
-    filters: FilterWarnings,
     status: Callable[[], dict[str, Any]] | None,
     orders: Orders | None,
     recorder: Recorder | None,
@@ -158,37 +144,28 @@ def native_routes(
     set_aside: SetAside,
     evaluations: HeldOutEvaluations | None,
 ) -> APIRouter:
-    """Returns all native routes; parts that are None have none.
+    """Returns all native routes; parts that are None have none. `set_aside`: called with groups
+    that a trainer cannot use, and its reason."""
 
-    Args:
-        present: returns the names of all environments.
-        set_aside: called with groups that a trainer cannot use, and its reason.
-    """
+    def present() -> set[str]:
+        joined = {one.env for one in runners.table.known.values()}
+        return joined | atropos.environment_names() | set(orders.names if orders else ())
+
+    def evaluated() -> bool:
+        return evaluations is not None and bool(evaluations.listed())
+
     router = APIRouter(tags=["native"])
-    encoder = GroupEncoder(store)
-    streams = Streams()
-    leasing = Leasing(
-        store,
-        policy,
-        settings.lease_seconds,
-        atropos.store_changed,
-        settings.max_open_leases,
-    )
-    add_run_routes(router, store, atropos, streams, filters)
-    add_lease_routes(router, store, atropos, leasing, encoder, streams, filters, set_aside)
+    leasing = Leasing(store, atropos, policy, FilterWarnings(store, policy, present), settings)
+    add_run_routes(router, store, leasing)
+    add_lease_routes(router, store, leasing, set_aside)
     add_rollout_routes(router, store)  # before that of groups, whose ids may have slashes
-    add_group_routes(router, store, encoder)
+    add_group_routes(router, store, leasing.encoder)
     add_task_routes(router, store)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
-    add_status_routes(router, store, atropos, policy, joined, status)
+    add_status_routes(router, store, atropos, policy, lambda: count_runners(runners), status)
     add_session_routes(router, logins)
-    add_source_routes(
-        router,
-        present,
-        makes_rollouts=orders is not None,
-        evaluated=lambda: evaluations is not None and bool(evaluations.listed()),
-    )
+    add_source_routes(router, present, makes_rollouts=orders is not None, evaluated=evaluated)
     if evaluations is not None:
         add_evaluation_routes(router, evaluations)
     if recorder is not None:
@@ -198,5 +175,5 @@ def native_routes(
     if orders is not None:
         from .on_demand import add_on_demand_routes
 
-        add_on_demand_routes(router, orders, store, encoder)
+        add_on_demand_routes(router, orders, store, leasing.encoder)
     return router

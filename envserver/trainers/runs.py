@@ -1,8 +1,7 @@
 """Runs, each the subscription of one trainer or export, and their leases.
 
 Creating a run is idempotent by name. A lease is delivered once; acknowledging twice is allowed;
-only the run that holds a lease can close it.
-"""
+only the run that holds a lease can close it."""
 
 from __future__ import annotations
 
@@ -17,16 +16,14 @@ import structlog
 from envserver_records.errors import ConflictError, NotFoundError
 from envserver_records.wire import GROUPS_MSGPACK, LEASE_STREAM
 from fastapi import APIRouter, Query
-from pydantic import TypeAdapter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
-from ..http.requests import Hangup, read_body, request_body
-from ..store import ATROPOS_RUN, UNKNOWN_VERSION, GroupRow, Lease, Run, Store
+from ..http.answers import json_answer, route
+from ..http.requests import Hangup, read_body
+from ..store import ATROPOS_RUN, GroupRow, Lease, Run, Store
 from ..store.deliveries import DamagedBodies
-from .atropos_service import AtroposService
 from .bodies import (
     Ack,
     CheckpointsAnswer,
@@ -34,7 +31,6 @@ from .bodies import (
     LeaseAnswer,
     LeaseExtension,
     LeaseRequest,
-    Limits,
     Nack,
     ResumedAnswer,
     RunAnswer,
@@ -43,43 +39,10 @@ from .bodies import (
     StreamRequest,
 )
 from .encoding import GroupEncoder, PackedAnswer
-from .leasing import EVENTS, LeaseStream, Leasing, StreamAnswer, Streams, lease_id_of, stream_of
-from .policy import PolicyVersion
+from .leasing import EVENTS, LeaseStream, Leasing, StreamAnswer, lease_id_of, stream_of
 
 WARNING_HEADER: Final = "x-envserver-warning"
-_MOST_SHOWN: Final = 10
 _LONGEST_HEADER: Final = 1000
-
-
-class FilterWarnings:
-    def __init__(
-        self, store: Store, policy: PolicyVersion, present: Callable[[], Collection[str]]
-    ) -> None:
-        self._store = store
-        self._policy = policy
-        self._present = present
-
-    def of_names(self, environments: Collection[str]) -> list[str]:
-        """Returns a warning for the names that no environment has or had."""
-        if not environments:
-            return []
-        known = {env for _, env, _ in self._store.tallies} | set(self._present())
-        unknown = sorted(set(environments) - known)
-        if not unknown:
-            return []
-        shown = ", ".join(sorted(known)[:_MOST_SHOWN]) or "none"
-        more = ", ..." if len(known) > _MOST_SHOWN else ""
-        names = ", ".join(map(repr, unknown))
-        return [f"No environment is called {names} so far; known: {shown}{more}."]
-
-    def of_limits(self, wanted: Limits) -> list[str]:
-        warnings = self.of_names(wanted.environments or ())
-        if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
-            warnings.append(
-                "max_staleness filters nothing: no policy version is published"
-                " (POST /v1/policy-version)."
-            )
-        return warnings
 
 
 def warning_headers(warnings: Collection[str]) -> dict[str, str]:
@@ -89,32 +52,25 @@ def warning_headers(warnings: Collection[str]) -> dict[str, str]:
     return {WARNING_HEADER: shown.strip()} if warnings else {}
 
 
-_RUN: Final = TypeAdapter(RunRequest)
 _BATCH_SIZE: Final = 8
+_RESUMED: Final = "The run existed; it was resumed with these changes."
 MOST_OPEN_RUNS: Final = 4096
 
 
-def add_run_routes(
-    router: APIRouter,
-    store: Store,
-    atropos: AtroposService,
-    streams: Streams,
-    filters: FilterWarnings,
-) -> None:
+def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
     def facts_of(run: Run) -> dict[str, Any]:
-        return msgspec.structs.asdict(run) | {"warnings": filters.of_names(run.environments)}
+        warnings = leasing.filters.of_names(run.environments)
+        return msgspec.structs.asdict(run) | {"warnings": warnings}
 
     @router.post(
         "/v1/runs",
-        status_code=201,
-        openapi_extra=request_body(RunRequest),
-        responses=answers(RunAnswer, 409, status=201, body=True, what="The run was created.")
-        | answers(
-            ResumedAnswer,
-            404,
+        **route(
+            RunAnswer,
             409,
-            body=True,
-            what="The run existed; it was resumed with these changes.",
+            status=201,
+            body=RunRequest,
+            what="The run was created.",
+            also=route(ResumedAnswer, 404, 409, takes_body=True, what=_RESUMED)["responses"],
         ),
     )
     async def create_run(request: Request) -> Response:
@@ -123,9 +79,8 @@ def add_run_routes(
         `{"name": "my-run", "checkpoint": "step-40"}` goes back to a checkpoint that an ack named:
         groups acknowledged after it are delivered again, and the run's open leases are returned.
         With an `Idempotency-Key`, repeating the request does not go back a second time.
-        A closed run is reopened. `warnings` names unknown environments of the filter.
-        """
-        wanted = await read_body(request, _RUN)
+        A closed run is reopened. `warnings` names unknown environments of the filter."""
+        wanted = await read_body(request, RunRequest)
         _require_native(wanted.name)
         created, run = await _created(store, wanted)
         facts = facts_of(run)
@@ -134,42 +89,38 @@ def add_run_routes(
         if wanted.checkpoint is None and not wanted.from_start:
             return json_answer(facts, status, headers)
         again = await _go_back(store, wanted, request.headers.get("idempotency-key"))
-        streams.run_rewound(run.name)
-        atropos.store_changed()
+        leasing.changed_all(run.name)
         return json_answer(facts | {"redelivered": again}, status, headers)
 
-    @router.get("/v1/runs", responses=answers(RunsAnswer, what="All runs."))
+    @router.get("/v1/runs", **route(RunsAnswer, what="All runs."))
     async def list_runs() -> Response:
         """Lists all runs, oldest first: `{"runs": [{"name": "my-run", ...}]}`."""
         return json_answer({"runs": [facts_of(run) for run in await store.list_runs()]})
 
-    @router.get("/v1/runs/{run}", responses=answers(RunAnswer, 404, 422, what="The run."))
+    @router.get("/v1/runs/{run}", **route(RunAnswer, 404, 422, what="The run."))
     async def get_run(run: str) -> Response:
         """Returns one run with its settings."""
         return json_answer(facts_of(await store.get_run(run)))
 
     @router.post(
         "/v1/runs/{run}/close",
-        responses=answers(RunAnswer, 404, 409, body=True, what="The run is closed."),
+        **route(RunAnswer, 404, 409, takes_body=True, what="The run is closed."),
     )
     async def close_run(run: str) -> Response:
         """Closes a run: it can lease nothing more, its open leases are returned, and no groups are
-        kept for it. Closing twice is allowed; creating the run again reopens it.
-        """
+        kept for it. Closing twice is allowed; creating the run again reopens it."""
         _require_native(run)
         closed = await store.close_run(run)
-        streams.run_rewound(run)
-        atropos.store_changed()
+        leasing.changed_all(run)
         return json_answer(facts_of(closed))
 
     @router.get(
         "/v1/runs/{run}/checkpoints",
-        responses=answers(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
+        **route(CheckpointsAnswer, 404, 422, what="The run's checkpoints."),
     )
     async def checkpoints(run: str) -> Response:
         """Lists the checkpoints that the run's acks named, oldest first, each with the number of
-        groups acknowledged up to it.
-        """
+        groups acknowledged up to it."""
         await store.get_run(run)
         found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
         return json_answer({"checkpoints": found})
@@ -226,11 +177,9 @@ def _require_room(store: Store) -> None:
 
 
 async def _go_back(store: Store, wanted: RunRequest, key: str | None) -> int:
-    """Goes back as requested and returns how many groups will be delivered again.
-
-    Returns 0 if a request with this key was already handled: a delayed duplicate would undo what
-    the trainer has acknowledged since.
-    """
+    """Goes back as requested and returns how many groups will be delivered again: 0 if a request
+    with this key was already handled, since a delayed duplicate would undo what the trainer has
+    acknowledged in the meantime."""
     place = f"resumed:{wanted.name}"
     if key is not None and await store.get_value(place) == key:
         return 0
@@ -244,30 +193,23 @@ log = structlog.get_logger(__name__)
 
 SetAside = Callable[[Sequence[GroupRow], str], None]
 
-_LEASE: Final = TypeAdapter(LeaseRequest)
-_ACK: Final = TypeAdapter(Ack)
-_NACK: Final = TypeAdapter(Nack)
-_EXTENSION: Final = TypeAdapter(LeaseExtension)
 _LEASE_OF_STREAM: Final = re.compile(r"[A-Za-z0-9_-]{8,64}\.\d{20}")
 
 
 def add_lease_routes(
-    router: APIRouter,
-    store: Store,
-    atropos: AtroposService,
-    leasing: Leasing,
-    encoder: GroupEncoder,
-    streams: Streams,
-    filters: FilterWarnings,
-    set_aside: SetAside,
+    router: APIRouter, store: Store, leasing: Leasing, set_aside: SetAside
 ) -> None:
     @router.post(
         "/v1/runs/{run}/lease",
-        openapi_extra=request_body(LeaseRequest),
-        responses=answers(
-            LeaseAnswer, 404, 409, body=True, media_types=(GROUPS_MSGPACK,), what="A lease."
-        )
-        | {204: {"description": "Nothing that fits came in time."}},
+        **route(
+            LeaseAnswer,
+            404,
+            409,
+            body=LeaseRequest,
+            media_types=(GROUPS_MSGPACK,),
+            what="A lease.",
+            also={204: {"description": "Nothing that fits came in time."}},
+        ),
     )
     async def lease(run: str, request: Request) -> Response:
         """Leases the oldest groups that match (200), or none if too few arrive in time (204).
@@ -277,12 +219,11 @@ def add_lease_routes(
         MessagePack when `Accept` names `application/vnd.envserver.groups+msgpack`, else JSON.
         With an `Idempotency-Key`, repeating the request returns the same lease while it is open,
         so a lost response can be fetched again. The header `X-Envserver-Warning` says when a
-        filter cannot act: no such environment is known, or no policy version is published.
-        """
-        wanted = await read_body(request, _LEASE)
+        filter cannot act: no such environment is known, or no policy version is published."""
+        wanted = await read_body(request, LeaseRequest)
         lease_id = lease_id_of(run, request)
         deadline = time.monotonic() + wanted.wait_seconds
-        headers = warning_headers(filters.of_limits(wanted))
+        headers = warning_headers(leasing.filters.of_limits(wanted))
         async with Hangup(request.receive) as hangup:
             while True:
                 left = deadline - time.monotonic()
@@ -293,7 +234,7 @@ def add_lease_routes(
                     await leasing.give_back(found.lease_id)
                     return Response(status_code=204)
                 try:
-                    answer = await lease_answer(found, encoder, request.headers)
+                    answer = await lease_answer(found, leasing.encoder, request.headers)
                     answer.headers.update(headers)
                     return answer
                 except DamagedBodies as damaged:
@@ -302,7 +243,7 @@ def add_lease_routes(
     @router.get(
         "/v1/runs/{run}/stream",
         response_class=Response,
-        responses=answers(
+        **route(
             None,
             404,
             409,
@@ -321,8 +262,7 @@ def add_lease_routes(
         open: when one is acknowledged, the next is sent. With `Accept: text/event-stream` the
         response is server-sent events with JSON (`Last-Event-ID` resumes after a lease).
         Otherwise it is binary: frames of a 4-byte length and a lease in MessagePack, with an
-        empty frame as keep-alive.
-        """
+        empty frame as keep-alive."""
         await _require_open(store, run)
         seen = request.headers.get("last-event-id", "")
         if not _LEASE_OF_STREAM.fullmatch(seen) or stream_of(seen) != (
@@ -331,13 +271,10 @@ def add_lease_routes(
             seen = ""
         name = wanted.stream or stream_of(seen) or uuid.uuid4().hex
         pushed = LeaseStream(store, leasing, run, wanted, name, seen)
-        return StreamAnswer(pushed, streams, encoder, request.headers)
+        return StreamAnswer(pushed, leasing, request.headers)
 
     @router.post(
-        "/v1/runs/{run}/ack",
-        status_code=204,
-        openapi_extra=request_body(Ack),
-        responses=answers(None, 404, 409, status=204, body=True, what="Acknowledged."),
+        "/v1/runs/{run}/ack", **route(None, 404, 409, status=204, body=Ack, what="Acknowledged.")
     )
     async def ack(run: str, request: Request) -> Response:
         """Acknowledges a lease: its groups are never delivered again. Acknowledging twice is
@@ -345,28 +282,23 @@ def add_lease_routes(
 
         `{"lease_id": "...", "checkpoint": "step-40"}` also records that the trainer's checkpoint of
         this name contains this lease and all leases acknowledged before it; `POST /v1/runs` can
-        go back to it.
-        """
-        wanted = await read_body(request, _ACK)
+        go back to it."""
+        wanted = await read_body(request, Ack)
         await _require_own(store, run, wanted.lease_id)
         await store.ack(wanted.lease_id, checkpoint=wanted.checkpoint)
-        await closed(run, wanted.lease_id)
+        await leasing.closed(run, wanted.lease_id)
         return Response(status_code=204)
 
     @router.post(
-        "/v1/runs/{run}/nack",
-        status_code=204,
-        openapi_extra=request_body(Nack),
-        responses=answers(None, 404, 409, status=204, body=True, what="Given back."),
+        "/v1/runs/{run}/nack", **route(None, 404, 409, status=204, body=Nack, what="Given back.")
     )
     async def nack(run: str, request: Request) -> Response:
         """Returns the groups of a lease to the front of the queue. Repeating the call is allowed.
 
         `{"lease_id": "...", "reason": "out_of_memory"}`: nacks are counted by reason. With
         `"group_ids": ["..."]` only these groups leave the lease, and they are never delivered
-        again: for groups that the trainer cannot use. The others are acknowledged as usual.
-        """
-        wanted = await read_body(request, _NACK)
+        again: for groups that the trainer cannot use. The others are acknowledged as usual."""
+        wanted = await read_body(request, Nack)
         await _require_own(store, run, wanted.lease_id)
         if wanted.group_ids is not None:
             await store.set_aside(wanted.lease_id, wanted.group_ids, reason=wanted.reason)
@@ -374,29 +306,22 @@ def add_lease_routes(
             set_aside(await store.rows(wanted.group_ids), wanted.reason)
             return Response(status_code=204)
         await store.nack(wanted.lease_id, reason=wanted.reason)
-        await closed(run, wanted.lease_id)
+        await leasing.closed(run, wanted.lease_id)
         return Response(status_code=204)
 
     @router.post(
         "/v1/runs/{run}/extend",
-        openapi_extra=request_body(LeaseExtension),
-        responses=answers(ExtendedAnswer, 404, 409, body=True, what="The new expiry time."),
+        **route(ExtendedAnswer, 404, 409, body=LeaseExtension, what="The new expiry time."),
     )
     async def extend(run: str, request: Request) -> Response:
         """Sets the lease to expire in the given time: `{"lease_id": "...", "seconds": 600}`."""
-        wanted = await read_body(request, _EXTENSION)
+        wanted = await read_body(request, LeaseExtension)
         await _require_own(store, run, wanted.lease_id)
-        expires_at = await store.extend(wanted.lease_id, wanted.seconds)
-        atropos.store_changed()
+        expires_at = await leasing.extend(wanted.lease_id, wanted.seconds)
         return json_answer({"lease_id": wanted.lease_id, "expires_at": expires_at})
-
-    async def closed(run: str, lease_id: str) -> None:
-        streams.lease_closed(run, lease_id)
-        await atropos.lease_closed(lease_id)
 
 
 async def lease_answer(lease: Lease, encoder: GroupEncoder, headers: Headers) -> Response:
-    """Encodes the lease in the format that the client accepts."""
     if GROUPS_MSGPACK in headers.get("accept", ""):
         return PackedAnswer(await encoder.lease(lease), GROUPS_MSGPACK, headers)
     return Response(await encoder.lease_as_json(lease), media_type="application/json")

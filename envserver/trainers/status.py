@@ -15,7 +15,7 @@ from fastapi import APIRouter, Query
 from prometheus_client.core import Metric
 from starlette.responses import Response
 
-from ..http.answers import answers, json_answer
+from ..http.answers import json_answer, route
 from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
 from ..store import DamagedGroup, Store
@@ -46,7 +46,6 @@ class Recorder:
     """The history of one server.
 
     Args:
-        clock: seconds since 1970.
         then: called after each record with the time and the rows in memory.
         tell: called with each row in memory.
     """
@@ -105,9 +104,8 @@ class Recorder:
             log.warning("history_not_stored", error=str(error))
 
     async def between(self, start: float, end: float, points: int) -> list[Row]:
-        """Returns the rows from `start` to `end` in order: by the minute, then what memory has.
-        `points`: number of rows that are wanted; of long spans every n-th minute is read.
-        """
+        """Returns the rows from `start` to `end` in order: by the minute, then what memory has. Of
+        spans with more than `points` rows every n-th minute is read."""
         recent = await asyncio.to_thread(self._history.between, start, end)
         # The first row in memory is its minute's in the store, too.
         last = min(end, self._history.begins - 60)
@@ -129,8 +127,7 @@ _ALARM_SECONDS = 2 * 3600.0
 
 class AlarmWatch:
     """The alarms of one server. `facts`: what is known beside the numbers; called on the event
-    loop, so it must be fast.
-    """
+    loop, so it must be fast."""
 
     def __init__(self, config: AlarmsConfig, facts: Callable[[], AlarmFacts] = AlarmFacts) -> None:
         self.book = AlarmBook()
@@ -148,7 +145,6 @@ class AlarmWatch:
         return findings(at, self._failed)
 
     async def families(self) -> Iterable[Metric]:
-        """See `api.metrics.Source`."""
         counts = by_key(self.book.counts())
         return [gauge("envserver_alarms", "Active alarms by name", ("name",), counts)]
 
@@ -160,8 +156,7 @@ _FULL_SECONDS: Final = 5.0
 
 async def remove_old(store: Store, retention: RetentionConfig) -> None:
     """Deletes groups that were delivered long ago, every few minutes until cancelled; retries when
-    the store fails. While the disk is full, deletes at once all that no run can go back to.
-    """
+    the store fails. While the disk is full, deletes at once all that no run can go back to."""
     due = time.monotonic() + _UPKEEP_SECONDS
     while True:
         await asyncio.sleep(_FULL_SECONDS)
@@ -200,11 +195,10 @@ def add_status_routes(
         # The count is kept in memory; query the store only if it is not zero.
         return await store.damaged(_DAMAGED_SHOWN) if "damaged" in await store.counters() else []
 
-    @router.get("/v1/status", responses=answers(StatusAnswer, what="The server's status."))
+    @router.get("/v1/status", **route(StatusAnswer, what="The server's status."))
     async def get_status() -> Response:
         """Returns groups by state, what waits for each open run, the state of the Atropos
-        protocol, and the server's counters.
-        """
+        protocol, and the server's counters."""
         return json_answer(
             {
                 "version": __version__,
@@ -226,14 +220,13 @@ class AlarmsAnswer(Described):
     alarms: list[dict[str, Any]]
     """The active ones, critical ones first: `name`, `severity` (warning or critical), `text` (a
     sentence), `since` (seconds since 1970), `environment` (null: not of one), `link` (the page of
-    the dashboard), `about` (the environment, agent or replica, or "").
-    """
+    the dashboard), `about` (the environment, agent or replica, or "")."""
     checked_at: float
     """Seconds since 1970; 0: not yet."""
 
 
 def add_alarm_routes(router: APIRouter, book: AlarmBook) -> None:
-    @router.get("/v1/alarms", responses=answers(AlarmsAnswer, what="The active alarms."))
+    @router.get("/v1/alarms", **route(AlarmsAnswer, what="The active alarms."))
     async def alarms() -> Response:
         """Returns what is wrong now. It is checked every ten seconds."""
         listed = [one.facts() for one in book.active]
@@ -248,12 +241,11 @@ class SeriesAnswer(Described):
     """Seconds since 1970."""
     series: list[dict[str, Any]]
     """`name` and `labels` as in `/metrics`, and `values`, one for each time (null: there was none).
-    Counters begin at 0 again when the server starts.
-    """
+    Counters begin at 0 again when the server starts."""
 
 
 def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
-    @router.get("/v1/series", responses=answers(SeriesAnswer, 422, what="Curves."))
+    @router.get("/v1/series", **route(SeriesAnswer, 422, what="Curves."))
     async def series(
         names: Annotated[
             str, Query(max_length=4096, description="names of samples, by commas; empty: all")
@@ -271,8 +263,7 @@ def add_series_routes(router: APIRouter, recorder: Recorder) -> None:
         ] = 300,
     ) -> Response:
         """Returns some numbers of `/metrics` over time: each ten seconds of the last two hours,
-        each minute of the last thirty days. Without parameters, all numbers of the last hour.
-        """
+        each minute of the last thirty days. Without parameters, all numbers of the last hour."""
         last = time.time() if end is None else end
         first = start if start >= 0 else last + start
         rows = await recorder.between(first, last, points)
@@ -308,15 +299,7 @@ def add_source_routes(
     makes_rollouts: bool,
     evaluated: Callable[[], bool],
 ) -> None:
-    """Adds the route.
-
-    Args:
-        names: returns the names of the environments.
-        makes_rollouts: whether this server has an engine and makes rollouts itself.
-        evaluated: returns whether there are evaluations of held-out tasks.
-    """
-
-    @router.get("/v1/source", responses=answers(SourceAnswer, what="What can be looked at."))
+    @router.get("/v1/source", **route(SourceAnswer, what="What can be looked at."))
     async def source() -> Response:
         """Returns what this server shows: the page has a menu of these parts."""
         return json_answer(
@@ -346,10 +329,7 @@ _NUMBER_LIMIT = 2**63 - 1
 
 
 def add_estimate_routes(router: APIRouter, store: Store) -> None:
-    @router.get(
-        "/v1/tasks/estimates",
-        responses=answers(EstimatesAnswer, 422, what="A page of estimates."),
-    )
+    @router.get("/v1/tasks/estimates", **route(EstimatesAnswer, 422, what="A page of estimates."))
     async def list_estimates(
         after: Annotated[
             int, Query(ge=0, le=_NUMBER_LIMIT, description="`number` of the last estimate seen")
@@ -366,8 +346,7 @@ def add_estimate_routes(router: APIRouter, store: Store) -> None:
         """Lists how often the policy solves each task that was ever scored. Stored groups count,
         and so do groups dropped for their rewards or their age; evaluations do not. Tasks come in
         the order in which they were first scored; `next` is the `after` of the following page, null
-        on the last page.
-        """
+        on the last page."""
         rows = await store.task_estimates(after, limit, env=environment, split=split)
         following = rows[-1].number if len(rows) == limit else None
         return json_answer({"estimates": [_shown(row) for row in rows], "next": following})

@@ -28,8 +28,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from ..store.database import typed_failures
-from ..store.listing import GroupQuery, Page
-from ..store.lookups import GroupLookups, RewardCounts, only_reading, sqlite_url
+from ..store.listing import GroupQuery, Page, RewardCounts
+from ..store.lookups import GroupLookups, only_reading, sqlite_url
 from ..store.packed import RAW, decode, encode, facts_row
 from ..store.schema import SCHEMA_VERSION, SHARED, bodies, deliveries, group_facts, groups
 from .scanning import Found, group_of_line

@@ -6,7 +6,6 @@ is this process.
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import subprocess
 import time
@@ -26,7 +25,6 @@ from support.waiting import PATIENCE, until
 
 from envserver import ServerConfig, Settings, Task
 from envserver.http.proxy_server import serve_proxy
-from envserver.http.server import HttpBounds
 from envserver.registry import find
 from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
@@ -123,9 +121,7 @@ async def test_connections_that_come_and_go_harm_nobody_else(server: RolloutCont
 @in_module
 async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a server that waits for as long as a busy machine needs to send them."""
-    patient = dataclasses.replace(
-        HttpBounds.of(ServerConfig()), header_seconds=PATIENCE, body_idle_seconds=PATIENCE
-    )
+    patient = ServerConfig(header_seconds=PATIENCE, body_idle_seconds=PATIENCE)
     monkeypatch.setattr("envserver.running.context.serve_proxy", partial(serve_proxy, http=patient))
     async with house() as server:
         await bodies_are_bounded_together(server)
@@ -170,8 +166,7 @@ async def test_a_flood_of_requests_is_refused_and_counted() -> None:
 @in_module
 async def test_heads_and_bodies_that_stop_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a server whose times are short."""
-    usual = HttpBounds.of(ServerConfig())
-    short = dataclasses.replace(usual, header_seconds=3, body_idle_seconds=3)
+    short = ServerConfig(header_seconds=3, body_idle_seconds=3)
     monkeypatch.setattr("envserver.running.context.serve_proxy", partial(serve_proxy, http=short))
     async with house() as parts:
         assert (await run(parts, "slow")).result.output == ["408", "408"]

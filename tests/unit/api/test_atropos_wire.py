@@ -32,9 +32,8 @@ from envserver.http.requests import Refused, Unreadable, parse_body
 from envserver.store import GroupPut
 from envserver.store import packed as compression
 from envserver.trainers import atropos_posts
-from envserver.trainers.atropos_batches import Waiting, form_batches
+from envserver.trainers.atropos_batches import Waiting, form_batches, groups_summing_to
 from envserver.trainers.atropos_posts import PostedGroup, ScoredData, check_groups, read_group
-from envserver.trainers.atropos_view import groups_summing_to
 
 CASES = cases_of(__file__)
 
