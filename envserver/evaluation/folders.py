@@ -1,9 +1,7 @@
-"""The folder of an evaluation: its files, and the report that follows from them.
+"""The folder of an evaluation: `run.json`, `groups.jsonl` and `tasks.jsonl` (of a baseline
+`groups-NAME.jsonl`, `tasks-NAME.jsonl`), and the report that follows from them and a `View`.
 
-`run.json` says what was run, `groups.jsonl` (for a baseline: `groups-NAME.jsonl`) holds the
-results, `tasks.jsonl` beside each holds what else is known about its tasks. A folder of several
-parts names their folders in its `run.json`. A report is a function of these files and of a `View`;
-made again it is the same, byte for byte.
+Made again from the same files, a report is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -50,12 +48,7 @@ Json = dict[str, Any]
 
 
 class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A task of the harness that was run.
-
-    Args:
-        settings: the settings that decide results.
-        prompt_tokens, completion_tokens: over all calls; divided evenly among the documents.
-    """
+    """A task of the harness that was run; tokens are over all calls of its documents."""
 
     task: str
     model: str
@@ -78,8 +71,6 @@ class _Results(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, frozen=True, kw_only=True):
-    """One task as the harness wrote it: its numbers and the place of its documents."""
-
     task: str
     facts: HarnessFacts
     samples: Path
@@ -90,10 +81,8 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
     """Returns the tasks in a folder that the harness wrote to; of several runs the last.
 
     Args:
-        metric: the metric that gives rewards: "exact_match" or "exact_match,strict-match"; unset:
-            for each task the first metric that is a mean of per-document values from 0 to 1 where
-            higher is better.
-        requests: see `HarnessFacts`.
+        metric: "exact_match" or "exact_match,strict-match"; unset: for each task the first metric
+            that is a mean of per-document values from 0 to 1 where higher is better.
     """
     path = max(folder.rglob("results_*.json"), key=lambda path: path.name, default=None)
     if path is None:
@@ -159,7 +148,6 @@ def _is_wanted(name: str, metric: str | None, better: Mapping[str, bool | None])
 
 
 def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
-    """Whether the harness's value is the mean of per-document values that can be rewards."""
     found = [_value(line, measure) for line in lines]
     if not found or not all(found):
         return False
@@ -260,7 +248,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing | None = None
 
     def over(self, before: Counted, model: str) -> Counted:
-        """Returns the rules of `before` with these overrides."""
         return Counted(
             pass_at=before.pass_at if self.pass_at is None else self.pass_at,
             worst=before.worst,
@@ -275,13 +262,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that was evaluated.
 
     Args:
-        env, sampling: the settings that decide results.
         agent: the program that played the agents (`--agent`); empty: the environment's own.
         shard: "2/4" where only every fourth task was tried, from the second on; empty: all.
         baselines: names of the baselines and variants that were run beside it.
-        variants: those which asked the same tasks in other words, with paraphrases by task id.
-        complete: whether all runs finished; `finished_at`: when (`time.time()`).
-        simulated: whether the model was the simulated engine.
+        variants: runs that asked the same tasks in other words, with paraphrases by task id.
     """
 
     environment: str
@@ -300,7 +284,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The contents of `run.json`: what was run in this folder, and which folders belong to it."""
+    """The contents of `run.json`; `parts` names the folders of a suite's parts."""
 
     name: str = ""
     evaluated: Evaluated | None = None
@@ -318,7 +302,6 @@ def tasks_path(folder: Path, baseline: str = "") -> Path:
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Reads what was run in a folder; None where nothing was."""
     path = folder / RUN_FILE
     if not path.exists():
         return None
@@ -334,7 +317,6 @@ def read_run_file(folder: Path) -> RunFile | None:
 
 
 def read_folder(folder: Path, view: View) -> list[Report]:
-    """Reads the reports of all parts of the evaluation in a folder, at least one."""
     found = list(_parts(folder, view))
     if not found:
         raise InputError(
@@ -417,9 +399,8 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
 
 
 def report_of_files(place: Path, view: View) -> list[Report]:
-    """Returns a report for each environment in a JSONL file of groups, or in a folder of them.
-
-    A task that came several times is one task with the attempts of all its groups.
+    """Returns a report for each environment in files of groups; groups of the same task are one
+    task.
     """
     by_env: dict[str, list[GroupFacts]] = {}
     for path in files_of(str(place)):

@@ -1,8 +1,7 @@
 """Reports and comparisons as self-contained HTML pages: no script, no other file.
 
-In: a `Report`, a `Suite` or a `Comparison`. Out: text. Whatever is in the data (names of tasks and
-models, labels) is escaped, with its invisible characters made visible; a content policy forbids
-scripts and requests.
+Data (names of tasks and models, labels) is escaped, with its invisible characters made visible; a
+content policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -67,8 +66,6 @@ class TaskLine(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The contents of the page for one report; `ends` are those of the lines of `bars`."""
-
     report: Report
     ends: tuple[float, float]
     bars: list[Bar]

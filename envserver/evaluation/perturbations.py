@@ -32,7 +32,7 @@ _SPACE_SHARE: Final = 0.2
 
 
 def typos(text: str, rng: random.Random) -> str:
-    """Swaps two letters within a tenth of the words of a stretch of text, at least within one."""
+    """Swaps two letters in a tenth of the words, at least in one."""
     words = [match.start() for match in _WORD.finditer(text)]
     chosen = set(rng.sample(words, math.ceil(len(words) * _TYPO_SHARE)))
 
@@ -47,12 +47,11 @@ def typos(text: str, rng: random.Random) -> str:
 
 
 def lower_case(text: str, rng: random.Random) -> str:
-    """Writes words without capitals."""
     return _CAPITAL.sub(lambda match: match[0].lower(), text)
 
 
 def spaces(text: str, rng: random.Random) -> str:
-    """Doubles a fifth of the spaces of a stretch of text, at least one."""
+    """Doubles a fifth of the spaces, at least one."""
     places = [match.start() for match in _SPACE.finditer(text)]
     chosen = set(rng.sample(places, math.ceil(len(places) * _SPACE_SHARE)))
     return _SPACE.sub(lambda match: "  " if match.start() in chosen else " ", text)
@@ -89,7 +88,6 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     paraphrases: Mapping[str, str] = {}
 
     def asked(self, task: Task) -> Task | None:
-        """Returns the task so asked; None if there is no paraphrase of it."""
         name = next((one for one in QUESTIONS if task.public.get(one)), None)
         question = task.public.get(name) if name else None
         if name is None or not isinstance(question, str):
@@ -107,11 +105,8 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def askings(kinds: list[str], paraphrases: Path | None) -> dict[str, Asking]:
-    """Returns the ways to ask beside the original, by name.
-
-    Args:
-        paraphrases: JSONL of {"task_id", "question"}; the n-th one of each task is
-            `paraphrase_n`.
+    """Returns the ways to ask beside the original, by name; `paraphrases`: JSONL of {"task_id",
+    "question"}.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -151,5 +146,4 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def settings_of(askings: Mapping[str, Asking]) -> dict[str, dict[str, str]]:
-    """Returns what decides the results of these runs: their paraphrases, by name."""
     return {name: dict(one.paraphrases) for name, one in askings.items()}

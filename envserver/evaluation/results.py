@@ -30,8 +30,6 @@ _NOTHING: Final = frozenset((b"", b"null", b'""', b"{}", b"[]"))
 
 
 class Action(msgspec.Struct, frozen=True):
-    """A logged action, as far as its step is measured."""
-
     tool: str = ""
     input: msgspec.Raw = msgspec.Raw(b"")
     output: msgspec.Raw = msgspec.Raw(b"")
@@ -65,8 +63,6 @@ def steps_of(actions: Iterable[Action]) -> Steps:
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The steps of a scored attempt, and whether it passed."""
-
     steps: Steps
     passed: bool
 
@@ -109,13 +105,11 @@ LABELS = ("level", "type", "domain", "data_set")
 
 
 class AttemptSandbox(msgspec.Struct, frozen=True):
-    """Seconds in which programs of one attempt ran in sandboxes."""
-
     wall_seconds: float = 0.0
 
 
 class AttemptUsage(msgspec.Struct, frozen=True):
-    """Usage of one attempt, see `records.Usage`: tokens of all calls, seconds of wall clock."""
+    """Usage of one attempt, see `records.Usage`."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -143,11 +137,7 @@ class AttemptUsage(msgspec.Struct, frozen=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored rollout; fields as in `records.Trajectory` and its score.
-
-    Args:
-        actions: only while a line is read; then `steps` has their counts (None: no actions).
-    """
+    """One scored rollout; `actions` only while a line is read, then counted in `steps`."""
 
     reward: float
     rewards: dict[str, float] = {}
@@ -170,11 +160,8 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The attempts at one task.
 
-    Args:
-        lost: attempts lost to infrastructure failures; they have no score.
-        failed: failed attempts, retried ones included, by kind of failure.
-        labels: what kind of task it is, by name (`LABELS`).
-        digest: digest of what the task asks; "" where unknown.
+    `lost` attempts have no score; `failed` counts failures by kind, retried ones included; `digest`
+    is that of what the task asks, "" where unknown.
     """
 
     task_id: str
@@ -190,8 +177,6 @@ class _FailureKind(msgspec.Struct):
 
 
 class GroupFacts(msgspec.Struct):
-    """The part of a group that reports need. Fields as in the file."""
-
     group_id: str
     task_id: str
     model: str
@@ -247,12 +232,7 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Facts about a task that a groups file lacks: a line of `tasks.jsonl`.
-
-    Args:
-        labels, digest: see `TaskResult`.
-        dropped: for a group that was dropped, the failures of its attempts by kind; else None.
-    """
+    """A line of `tasks.jsonl`; `dropped`: failures by kind, for a group that was dropped."""
 
     group_id: str
     task_id: str
@@ -276,7 +256,6 @@ def digest_of(asked: object) -> str:
 
 
 def read_tasks(path: Path) -> list[TaskFacts]:
-    """Reads the tasks of an evaluation, in their order."""
     decoder = msgspec.json.Decoder(TaskFacts)
     found = []
     try:
@@ -296,11 +275,7 @@ def read_tasks(path: Path) -> list[TaskFacts]:
 def results_of_tasks(
     results: Mapping[str, TaskResult], tasks: Iterable[TaskFacts], *, group_size: int
 ) -> list[TaskResult]:
-    """Returns the results of those `tasks` that have any, by group id, with what is known of the
-    task.
-
-    All attempts of a dropped group are lost.
-    """
+    """Returns the results of `tasks` that have any; all attempts of a dropped group are lost."""
     found = []
     for facts in tasks:
         result = results.get(facts.group_id)

@@ -30,7 +30,6 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 def tables_of(report: Report) -> list[TextTable]:
-    """Returns the tables: results, by number of attempts, steps, counts, costs, means."""
     tables = [
         _results(report),
         _robustness(report),
@@ -45,7 +44,6 @@ def tables_of(report: Report) -> list[TextTable]:
 
 
 def notes_of(report: Report) -> list[str]:
-    """Explains how to read the numbers, in a sentence or two each."""
     notes = [_who_measured(report), *_denominators(report.rules, report)]
     if report.prices is not None:
         prices = report.prices
@@ -58,7 +56,6 @@ def notes_of(report: Report) -> list[str]:
 
 
 def warnings_of(report: Report | Suite) -> list[str]:
-    """Says why the numbers may mislead."""
     if isinstance(report, Suite):
         sentences = (
             f"{part.name}: {note}"
@@ -111,7 +108,6 @@ def _denominators(rules: Rules, report: Report) -> list[str]:
 
 
 def summary_of(suite: Suite) -> TextTable:
-    """Returns a row for each part, and their mean."""
     sizes = {part.rules.group_size for part in suite.parts}
     k = str(sizes.pop()) if len(sizes) == 1 else "k"
     header = ["", "tasks", "mean reward", "pass@1", f"pass^{k}", "lost", "cut off"]
@@ -374,7 +370,6 @@ _LEVEL = 0.05
 
 
 def comparison_tables(found: Comparison) -> list[TextTable]:
-    """Mean rewards, passes, who passed which, the tasks that differ most, settings that differ."""
     rewards = [(one.name, one.reward) for one in _all(found)]
     passed = [(one.name, one.passed) for one in _all(found)]
     tables = [
@@ -396,12 +391,10 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
 
 
 def verdicts_of(found: Comparison) -> list[str]:
-    """Returns the result in a sentence for each environment and one for all."""
     return list(_verdicts(found))
 
 
 def comparison_notes(found: Comparison) -> list[str]:
-    """Says what could not be compared and how the rest was tested."""
     return [
         *_about_tasks(found),
         *found.warnings,
@@ -531,11 +524,7 @@ COLUMNS = ("evaluation", "environment", "model", "run", "task_id", "attempt", "r
 
 
 def csv_of(reports: Sequence[Report]) -> str:
-    """Returns the attempts that have a score, of the model and of each baseline.
-
-    `run` is empty for the model's own run. A text that a spreadsheet would take for a formula
-    follows an apostrophe.
-    """
+    """Returns the scored attempts of each run; what a spreadsheet takes for a formula is quoted."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -38,11 +38,6 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, file: IO[bytes], *, replaces: bool) -> None:
-        """
-        Args:
-            file: `path`, opened to append and locked; the caller closes it.
-            replaces: the first line replaces the file by a rename.
-        """
         self._path = path.resolve()
         self._file = file
         self._replaces = replaces
@@ -162,12 +157,7 @@ def group_line(
     include_actions: bool = False,
     include_experts: bool = False,
 ) -> bytes:
-    """Returns `group` as one line of JSON with its newline.
-
-    Keys: those of an Atropos scored data group (entry i of each list is one training sequence), and
-    `envserver`: the group's origin and what is known about each rollout (`rows`: its rows). Kept
-    calls (`tokens.keep_calls`) are included, with what replaying them needs.
-    """
+    """Returns `group` as one line of JSON with its newline: Atropos's keys, and `envserver`."""
     line: dict[str, Any] = group_to_atropos(
         group, include_messages=include_messages, score_range=score_range
     )
@@ -291,8 +281,6 @@ def _failure(failure: Failure) -> dict[str, Any]:
 
 
 class JsonlSink:
-    """A JSONL file as a GroupSink. Use `open_sink`."""
-
     def __init__(
         self,
         path: Path,
@@ -317,8 +305,7 @@ class JsonlSink:
         self._lock = asyncio.Lock()
 
     def already_of(self, prefix: str) -> int:
-        """Returns the number of groups that were in the file at opening and whose ids begin with
-        `prefix`."""
+        """Counts the groups with this prefix that were in the file at opening."""
         return sum(group_id.startswith(prefix) for group_id in self._at_first)
 
     def expect(self, model: str) -> None:
@@ -331,7 +318,6 @@ class JsonlSink:
             )
 
     async def put(self, group: Group) -> None:
-        """Appends `group` and syncs it to disk."""
         line = await asyncio.to_thread(
             group_line,
             group,
@@ -369,7 +355,6 @@ async def open_sink(
     beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
-    """Opens the file at `path`, new or to be resumed."""
     with await asyncio.to_thread(open_appending, path) as file:
         lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
@@ -431,8 +416,6 @@ class _Dropped(msgspec.Struct):
 
 
 class _Written(msgspec.Struct):
-    """The contents of a file: ids of its groups, and the models that made them."""
-
     group_ids: set[str]
     models: set[str]
 
@@ -511,8 +494,7 @@ def failures_path(output: Path) -> Path:
 class FailuresFile:
     """`<output>.failures.jsonl`: one line for each failed attempt and each dropped group.
 
-    Created with its first line. It is a report: its lines are not synced, and a full disk does not
-    end the run.
+    It is a report: its lines are not synced, and a full disk does not end the run.
     """
 
     def __init__(self, output: Path, *, resume: bool) -> None:
@@ -522,7 +504,6 @@ class FailuresFile:
             self.path.unlink(missing_ok=True)
 
     def write(self, event: Event) -> None:
-        """Appends `event` if it reports a failure or a dropped group."""
         if isinstance(event, RolloutFailed):
             self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
         elif isinstance(event, GroupDropped):

@@ -1,11 +1,7 @@
-"""Reads delivered groups for offline work.
+"""Reads delivered groups for offline work, one in memory at a time; nothing is leased or changed.
 
-In: sources, each a JSONL file of `envserver process` (plain, .gz, .zst), a folder or glob of them,
-`-` (standard input), a store (SQLite file or URL) or the address of a running server. Out:
-`StoredGroup`s in the order of the sources, one in memory at a time. `line` is what `process` writes
-for the group, wherever it came from; row i of a rollout has as many mask values and logprobs as
-tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or changed. A foreign
-group in Atropos's form has a rollout for each of its rows.
+`StoredGroup.line` is what `process` writes for the group, wherever it came from. A foreign group in
+Atropos's form has a rollout for each of its rows.
 """
 
 from __future__ import annotations
@@ -60,7 +56,6 @@ class StoredRow:
         tokens: int32[T].
         mask: uint8[T], 1 where the token is trained.
         logprobs: float32[T], of the sampled token where the mask is 1, else 0.
-        agent: name of its agent, where there are several.
         versions: runs of [policy version, start, end); -1 is context or unknown.
         images: those among the tokens, with their bytes.
         experts: those that its first tokens were routed to, if they were written; see `Row`.
@@ -78,17 +73,14 @@ class StoredRow:
 
 @dataclass(frozen=True, eq=False)
 class StoredRollout:
-    """One rollout with its score. Fields as in `records.Result` and `records.Group`, and:
+    """One rollout with its score. Fields as in `records.Result`, `Trajectory` and `Group`, and:
 
     Args:
         reward: None where unknown; rewards: by agent; turn_rewards: of single turns.
         logged_turn_rewards, agent_calls: `turn_rewards` and `calls` of Result.
         agent_metrics: logged by the agent; `metrics` are the score's.
-        messages: empty where they were not written.
-        actions: None where they were not written.
+        messages: empty, and actions: None, where they were not written.
         others: conversations of further agents that `messages` lacks.
-        usage: seconds and tokens, as in `records.Usage`.
-        hooks, egress, started_at, timings, attempts, printed: as in `records.Trajectory`.
         rows: empty where only text is known.
     """
 
@@ -133,22 +125,22 @@ class StoredRollout:
 
     @property
     def domain(self) -> str:
-        """Returns the environment's name in the form of a domain: `my-env` is `my_env`."""
+        """The environment's name as a domain: `my-env` is `my_env`."""
         return domain_of(self.env)
 
     @property
     def length(self) -> int:
-        """Returns the tokens of its longest row."""
+        """Tokens of its longest row."""
         return max((len(row.tokens) for row in self.rows), default=0)
 
     @property
     def sampled(self) -> int:
-        """Returns the trained tokens over all rows."""
+        """Trained tokens of all rows."""
         return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
 
     @property
     def failed(self) -> bool:
-        """Whether the rollout has no reward, or the lowest one (0 in most environments)."""
+        """Whether it has no reward, or the lowest one (0 in most environments)."""
         return self.reward is None or self.reward_range.share(self.reward) <= 0
 
 
@@ -159,10 +151,8 @@ class StoredGroup:
     Args:
         line: the JSON of its line: the keys of Atropos, and "envserver".
         place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
-        failures: failures of missing or retried rollouts.
-        public: the task's public part, as far as it was kept.
+        failures: failures of missing or retried rollouts; lost: missing rollouts by kind.
         asked: number of rollouts started for it, 0: unknown.
-        lost: missing rollouts by kind of failure.
     """
 
     line: Json
@@ -179,9 +169,7 @@ def read_groups(
     on_bad: OnBad | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[StoredGroup]:
-    """Yields the groups of `sources`, read on demand.
-
-    An unfinished last line of a killed writer is skipped with a warning.
+    """Yields the groups of `sources`, read on demand, without an unfinished last line.
 
     Args:
         on_bad: called for each line or body that is not a group, which is then skipped; unset: the
@@ -204,7 +192,6 @@ def read_groups(
 
 
 def group_of(line: Any, place: str) -> StoredGroup:
-    """Returns the JSON of one line as a group. Raises InputError: it is not a group."""
     try:
         facts = msgspec.convert(line, _Line)
         if facts.envserver is None:
@@ -221,13 +208,12 @@ def group_of(line: Any, place: str) -> StoredGroup:
 
 
 def domain_of(env: str) -> str:
-    """Returns an environment's name as a domain of unified trajectories."""
     name = re.sub(r"[^a-z0-9]+", "_", env.lower()).strip("_")
     return name if name[:1].isalpha() else f"env_{name}".rstrip("_")
 
 
 def names_of_foreign(env_id: Any, group_id: Any, place: str) -> tuple[str, str]:
-    """Returns the environment's name and the id of a group that only has Atropos's keys."""
+    """Returns environment and id of a group that only has Atropos's keys."""
     here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
     return str(env_id or "atropos"), str(group_id or here)
 
@@ -302,9 +288,7 @@ ready(_Line)
 
 
 def _adopted(line: Json, facts: _Line, place: str) -> Json:
-    """Adds to a group that only has Atropos's keys a rollout for each row, with what can be
-    known.
-    """
+    """Adds a rollout for each row to a group that only has Atropos's keys."""
     name, group_id = names_of_foreign(line.get("env_id"), line.get("group_id"), place)
     rollouts = [
         {"rollout_id": f"{group_id}-{row}", "rows": [row], "reward": score, "turns": 1}

@@ -1,7 +1,6 @@
 """Opens the places of stored groups: files, folders, standard input, a store, a server.
 
-In: one source as text. Out: `RawGroup`s, each an undecoded group and its place; the reader decodes
-them, so that it can skip a bad one.
+Groups come undecoded (`RawGroup`), so that a reader can skip a bad one.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ _BUFFER = 1 << 20
 
 
 def files_of(source: str) -> list[Path]:
-    """Returns the JSONL files that a path, a folder or a glob names, sorted, without
-    `.failures.jsonl` and, in the folder of an evaluation, without what describes its tasks.
-    """
+    """Returns the JSONL files of groups that a path, a folder or a glob names, sorted."""
     path = Path(source)
     if path.is_file() or path.is_fifo():
         return [path]
@@ -80,7 +77,6 @@ def _about_tasks(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed as its name says."""
     try:
         file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)
     except OSError as error:
@@ -97,8 +93,6 @@ def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
 
 
 class _Counted(io.BufferedReader):
-    """A file that reports the bytes read."""
-
     def __init__(self, path: Path, on_bytes: OnBytes) -> None:
         super().__init__(_CountedRaw(path, on_bytes), _BUFFER)
 
@@ -115,7 +109,6 @@ class _CountedRaw(io.FileIO):
 
 
 def file_groups(path: Path, on_bytes: OnBytes | None) -> Iterator[RawGroup]:
-    """Yields the groups of one file; see `opened`."""
     with opened(path, on_bytes) as file:
         yield from lines_of(file, str(path))
 
@@ -132,7 +125,7 @@ def lines_of(file: IO[bytes], name: str) -> Iterator[RawGroup]:
 
 
 def decoded(line: bytes, place: str) -> Any:
-    """Returns the value of a line. Raises InputError: it is not JSON."""
+    """Returns the JSON value of a line; raises InputError with its place."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -251,7 +244,6 @@ def _get(
 
 _ROWS: Final = 64
 _Found = tuple[GroupRow, bytes | Exception, str]
-"""A group, its body or why it cannot be read, and the name of the store."""
 
 
 def of_database(where: str) -> Iterator[RawGroup]:

@@ -1,8 +1,7 @@
-"""One rollout as a readable record: the unified trajectory, version 1.
+"""One rollout as a readable record: the unified trajectory, version 1; and as a trace.
 
-In: a trajectory and facts about its task. Out: a dict of JSON (`unified`); for any such dict its
-problems (`problems_of`). A valid one fits the schema, its steps are numbered 1 to n in order of
-time, it started before it ended, and every number is finite.
+A valid one fits the schema, its steps are numbered 1 to n in order of time, it started before it
+ended, and every number is finite.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FINALIZE = "finalize"
 Json = dict[str, Any]
 
 SCHEMA_FILE = Path(__file__).with_name("trajectory.schema.json")
-"""The JSON schema of a unified trajectory, for others' programs, too."""
+"""Other programs read it, too."""
 
 
 def unified(
@@ -104,14 +103,7 @@ def unified_of(
     tokens: bool = False,
     source: str = "envserver",
 ) -> Json:
-    """Returns a delivered rollout as a unified trajectory, by the same mapping as `unified`.
-
-    `metadata.task_id` is its task's id, whatever the trajectory is called.
-
-    Args:
-        task_id: unset: its task's id, prefixed with the domain.
-        tokens: include the training rows, not only the conversations.
-    """
+    """Returns a delivered rollout as a unified trajectory; `metadata.task_id` is its task's id."""
     document = unified(
         msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain),
         ended_at=rollout.created_at,
@@ -157,7 +149,7 @@ def actions_of(messages: list[Message]) -> list[Json]:
 
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
-    """Returns the problems of `document`, one line each; empty for a unified trajectory."""
+    """Returns the problems of `document`, one line each; none for a unified trajectory."""
     problems = [
         f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
     ]
@@ -171,7 +163,6 @@ def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[st
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Writes `document` atomically; parent folders are made."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,7 +236,6 @@ def _arguments(text: Any) -> Any:
 
 
 def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
-    """Yields the conversation of each agent; with tokens also each row."""
     rows = trajectory.sequences
     others = {other.agent for other in trajectory.others}
     main = next((row.agent for row in rows if row.agent not in others), None)
@@ -267,13 +257,10 @@ SOLVED = 0.999
 """Rewards from here on count as full (floats)."""
 
 _TRACE_SCHEMA = Path(__file__).with_name("trace.schema.json")
-"""The JSON schema of a trace."""
 
 
 def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
-    """Returns `rollout` as a trace: the one its agent wrote (`output["trace"]`), else from its
-    actions.
-    """
+    """Returns `rollout` as a trace: the one in `output["trace"]`, else one made of its actions."""
     label = label_of(rollout) if label == "auto" else label
     output = rollout.output
     if isinstance(output, dict) and not problems_of_trace(output.get("trace")):
@@ -322,7 +309,6 @@ def file_name(text: str) -> str:
 
 
 def problems_of_trace(document: Any) -> list[str]:
-    """Returns the problems of `document`, one line each; empty for a valid trace."""
     problems = [
         f"{error.json_path}: {error.message[:200]}"
         for error in _trace_validator().iter_errors(document)

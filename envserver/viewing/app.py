@@ -1,7 +1,7 @@
 """The application of `envserver view`: the page, and the routes for inspection over any groups.
 
-Nothing that is looked at is changed, and every route is a GET; only this machine's names are
-answered, so that no page of another site can read anything.
+Every route is a GET; only this machine's names are answered, so that no page of another site can
+read anything.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def create_viewer(
     evaluations: Evaluations | None = None,
     failures: FailureLog | None = None,
 ) -> FastAPI:
-    """Builds the application over groups on disk."""
     router = APIRouter()
     encoder = GroupEncoder(groups, most_bytes=0)  # a file may be replaced
     add_rollout_routes(router, groups)  # before that of groups, whose ids may have slashes
@@ -119,8 +118,6 @@ _READ_SECONDS: Final = 60.0
 
 
 class ServerOutOfReach(EnvserverError):
-    """The server that is looked at does not answer."""
-
     kind, status = "server_out_of_reach", 502
 
 
@@ -143,8 +140,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Returns a client of the server, which follows no redirects: they could take the token
-    elsewhere."""
+    """Returns a client that follows no redirects: they could take the token elsewhere."""
     timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
     return AsyncServersClient(url, headers=authorization(), timeout=timeout)
 

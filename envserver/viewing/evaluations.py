@@ -1,8 +1,4 @@
-"""Results of evaluations, and comparisons of two of them, down to the groups of one task.
-
-In: the folders and files that are looked at. Out: JSON for the page. Reports are made again when a
-file has changed.
-"""
+"""Results of evaluations and comparisons of two of them, as JSON for the page."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ Run = Mapping[str, Report]
 
 
 class TaskSearch(msgspec.Struct, frozen=True):
-    """Which tasks of a comparison."""
-
     order: TaskOrder = "worst"
     environment: str = ""
     text: str = ""
@@ -52,7 +46,6 @@ class Evaluations:
         self._compared: tuple[Any, Comparison] | None = None
 
     async def all(self) -> dict[str, Any]:
-        """Returns the results of all runs, and why a run has none."""
         found, problems = [], []
         for name in self._viewed.runs:
             try:
@@ -66,7 +59,6 @@ class Evaluations:
         return {"evaluations": found, "problems": problems}
 
     async def comparison(self, a: str, b: str, wanted: TaskSearch) -> dict[str, Any]:
-        """Returns the comparison of two runs, with a page of its tasks."""
         names = self._viewed.runs
         a, b = a or names[0], b or names[min(1, len(names) - 1)]
         one = await self._run(a)
@@ -101,7 +93,7 @@ class Evaluations:
         }
 
     async def _compared_runs(self, a: tuple[str, Run], b: tuple[str, Run]) -> Comparison:
-        """Returns the comparison, the last one from memory: its intervals take a while."""
+        """Compares; remembers the last comparison, whose intervals take a while."""
         key = (a[0], self._known[a[0]][0], b[0], self._known[b[0]][0])
         if self._compared is None or self._compared[0] != key:
             rules = next(iter(a[1].values())).rules
@@ -185,8 +177,6 @@ def _facts(found: Comparison) -> dict[str, Any]:
 
 
 class _Pair(NamedTuple):
-    """A task of both runs."""
-
     part: str
     a: TaskRow
     b: TaskRow

@@ -1,8 +1,7 @@
 """The index of viewed files: a SQLite file with the tables of a store that lists read.
 
-It can always be rebuilt. Bodies are read from the files by offset. A file that another program made
-is never overwritten. The index lies beside its source or, if that cannot be written, in the user's
-cache.
+It can always be rebuilt; bodies are read from the files by offset. It lies beside its source or, if
+that cannot be written, in the user's cache, and never replaces a file of another program.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ _SQLITE: Final = b"SQLite format 3\0"
 
 
 def index_path(places: Sequence[str]) -> Path:
-    """Returns where the index of these places is, or is to be made."""
     path = Path(places[0])
     if len(places) == 1 and (path.is_file() or path.is_dir()):
         beside = path / ".view.index" if path.is_dir() else path.with_name(f"{path.name}.index")
@@ -58,7 +56,7 @@ def index_path(places: Sequence[str]) -> Path:
 
 
 def is_index(path: Path) -> bool:
-    """Returns whether `path` is an index, or an empty file, that can be written."""
+    """Whether `path` is an index, or an empty file, that can be written."""
     try:
         if path.is_symlink() or not path.is_file():
             return False
@@ -92,11 +90,7 @@ _TABLES: Final = (groups, deliveries, group_facts, bodies)
 
 
 class FileState(msgspec.Struct, frozen=True):
-    """What is known of a file: its identity when it was read, and how far it was read.
-
-    Args:
-        head, tail: digests of the first bytes, and of the last ones before `offset`.
-    """
+    """How far a file was read; digests of its first bytes and of the last ones before `offset`."""
 
     inode: int = 0
     size: int = -1
@@ -108,7 +102,6 @@ class FileState(msgspec.Struct, frozen=True):
 
 
 def state_of(path: Path, offset: int, line: int) -> FileState:
-    """Returns the state of a file of which `offset` bytes were read."""
     is_whole = path.name.endswith((".json", ".gz", ".zst"))
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
@@ -121,7 +114,6 @@ def state_of(path: Path, offset: int, line: int) -> FileState:
 
 
 def may_continue(path: Path, known: FileState) -> bool:
-    """Returns whether a file is what it was, or has only grown."""
     try:
         now = state_of(path, known.offset, known.line)
     except OSError:
@@ -159,15 +151,13 @@ class Index:
     def put_file(
         self, number: int, path: str, names: tuple[str, str, str], state: FileState
     ) -> None:
-        """Notes how far a file was read. `names`: run, part, baseline."""
         self._sql.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
             (number, path, *names, msgspec.json.encode(state).decode()),
         )
 
     def add(self, number: int, run: str, found: Iterable[Found]) -> None:
-        """Adds groups of file `number`. Ids begin with the run where there are several, and end
-        with a number where an id comes again."""
+        """Ids begin with the run, if any, and end with a number where one comes again."""
         for one in found:
             seq, facts = self.next_seq, one.facts
             self.next_seq += 1
@@ -184,7 +174,6 @@ class Index:
                 put(_INTO_BODIES, (seq, *encode(one.body)))
 
     def add_problem(self, message: str) -> None:
-        """Notes something that is not a group, with its place."""
         self._sql.execute("INSERT INTO problems VALUES (?)", (message[:1000],))
 
     def problems(self) -> tuple[int, list[str]]:
@@ -269,16 +258,12 @@ _SIZE: Final = sql("SELECT coalesce(sum(length), 0) FROM places")
 
 
 class _Search(NamedTuple):
-    """A search: where it has come to, and what it found."""
-
     text: str
     after: int
     found: list[int]
 
 
 class TextSearch:
-    """Searches the groups of one index; remembers the last search."""
-
     def __init__(self) -> None:
         self._last = _Search("", 0, [])
         self._lock = asyncio.Lock()
@@ -360,14 +345,11 @@ _PLACE = text(
 
 
 class IndexReader(GroupLookups):
-    """The groups of an index; `GroupLookups` for the routes."""
-
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._search = TextSearch()
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of groups; `query.text` is also looked for in their texts."""
         return await super().list_groups(await self._with_found(query), cursor, limit)
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
@@ -384,7 +366,6 @@ class IndexReader(GroupLookups):
         return [await self._body(group_id) for group_id in group_ids]
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        """Like `bodies`, with their encoding: none."""
         return [(RAW, body) for body in await self.bodies(group_ids)]
 
     async def groups_of_tasks(self, run: str, part: str) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Finds the groups in files, in one pass that can go on when a file has grown.
 
-In: paths. Out: `Found` for each group, in order, and the error of each line that is none. A last
-line without an end is left for the next pass unless it is whole; documents of one task that follow
-each other are one group.
+A last line without an end is left for the next pass unless it is whole; documents of one task that
+follow each other are one group.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def facts_of_line(line: bytes, place: str) -> LineFacts | None:
 
 
 def group_of_line(line: bytes, place: str) -> Group:
-    """Returns the whole group of a line. Raises InputError: it is not a group."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -150,12 +148,7 @@ _MOST_ROLLOUTS: Final = 256
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A group of a file.
-
-    Args:
-        start, length: where its line is, in bytes; line: its number.
-        body: the group as a line of its own, where the file does not have it so; else None.
-    """
+    """A group; `start`, `length`: bytes of its line; `body`: its line, where the file lacks it."""
 
     facts: LineFacts
     start: int
@@ -165,8 +158,6 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class FileScan:
-    """One file of groups or documents."""
-
     def __init__(self, path: Path, offset: int = 0, line: int = 0) -> None:
         self.path = path
         self.offset = offset
@@ -263,7 +254,6 @@ class Documents:
         self._waiting.append(document)
 
     def flush(self) -> Iterator[Found | InputError]:
-        """Yields the group of the documents so far, if there are any."""
         if not self._waiting:
             return
         documents, self._waiting = self._waiting, []
@@ -302,7 +292,7 @@ def unified_document(value: Any, place: str) -> Json:
 
 
 def task_of(document: Json) -> tuple[str, str]:
-    """Returns what tells whether two documents belong to one group: the group, or the task."""
+    """Returns the group or the task: equal for documents of one group."""
     facts = document["metadata"]
     return str(document.get("domain") or ""), str(facts.get("group_id") or _task(document))
 

@@ -1,8 +1,4 @@
-"""What the arguments of `envserver view` name: files, folders, evaluations, a store or a server.
-
-Only names of files and their first bytes are read, and the ends of the `*.failures.jsonl` beside
-them.
-"""
+"""What the arguments of `envserver view` name; files of groups are not read here."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ _NOT_DOCUMENTS: Final = frozenset(
 
 
 class ViewedFile(msgspec.Struct, frozen=True):
-    """A file of groups or documents."""
-
     path: str
     run: str = ""
     part: str = ""
@@ -40,8 +34,6 @@ class ViewedFile(msgspec.Struct, frozen=True):
 
 
 class Viewed(msgspec.Struct, frozen=True):
-    """What is looked at."""
-
     kind: Kind
     title: str
     places: list[str]
@@ -52,7 +44,6 @@ class Viewed(msgspec.Struct, frozen=True):
         return self.kind not in ("store", "server")
 
     def files(self) -> list[ViewedFile]:
-        """Returns the files that there are now, in their order."""
         found: list[ViewedFile] = []
         for place, run in zip(self.places, self.runs, strict=True):
             found += _files(place, run if len(self.runs) > 1 else "")
@@ -194,8 +185,6 @@ class _Line(msgspec.Struct):
 
 
 class _Failed(Failure, frozen=True, kw_only=True):
-    """A failed attempt: the failure, and where it happened."""
-
     group_id: str
     index: int
     task_id: str
@@ -206,8 +195,6 @@ class _Failed(Failure, frozen=True, kw_only=True):
 
 
 class FailureFiles:
-    """The failures of what is looked at; `log` has the latest of them."""
-
     def __init__(self, viewed: Viewed) -> None:
         self._viewed = viewed
         self._read: dict[Path, int] = {}

@@ -1,8 +1,4 @@
-"""Prepares data and models for offline training.
-
-The names below are imported when they are first used. `commands` has the commands of `envserver`
-that use this package.
-"""
+"""Prepares data and models for offline training; `commands` has the commands that use it."""
 
 from __future__ import annotations
 

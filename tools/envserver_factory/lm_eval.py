@@ -1,9 +1,8 @@
 """Runs lm-evaluation-harness as a separate process that calls an endpoint in front of the engine.
 
-In: what to run and an engine. Out: `<folder>/harness/` (what the harness wrote), and a folder for
-each of its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. The
-engine's key stays in this process; every call of the harness passes through this process and is
-counted.
+`<folder>/harness/` has what the harness wrote; each task has a folder with `run.json` and
+`samples.jsonl`, as `evaluation.folders` reads them. The engine's key stays in this process; every
+call of the harness passes through it and is counted.
 """
 
 from __future__ import annotations
@@ -83,7 +82,6 @@ class Order:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that decide results."""
         return {
             "harness": {
                 "api": self.api,
@@ -106,8 +104,6 @@ class Spent(msgspec.Struct):
 
 
 class CountingEngine(MeasuredEngine):
-    """An engine that counts the tokens and seconds of its answers."""
-
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.spent = Spent()
@@ -124,7 +120,6 @@ class CountingEngine(MeasuredEngine):
 
 
 async def check_installed(python: Path) -> None:
-    """Checks that the harness is installed for `python`."""
     words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -192,8 +187,7 @@ def _accounts(path: Path, spent: Spent) -> Iterator[Spent]:
 
 
 def _share(total: int, before: int, own: int, everything: int) -> int:
-    """Returns the part of a task with `own` of all documents, such that the parts sum up to
-    `total`."""
+    """Returns the part of a task with `own` of all documents; parts sum up to `total`."""
     return total * (before + own) // everything - total * before // everything
 
 
@@ -289,7 +283,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def this_python() -> Path:
-    """Returns the path of the running Python interpreter."""
     return Path(sys.executable)
 
 
@@ -300,7 +293,6 @@ Watch = Callable[[CountingEngine], AbstractAsyncContextManager[None]]
 async def lm_eval(
     settings: LmEvalSettings, *, tell: Callable[[str], object], watch: Watch
 ) -> tuple[Path, Report | Suite]:
-    """Runs the tasks; returns the folder and its report."""
     if not settings.tasks:
         raise UsageError("Which tasks? For example: envserver lm-eval gsm8k --limit 100.")
     folder = settings.out or Path("runs") / "lm-eval" / time.strftime("%Y%m%d-%H%M%S")

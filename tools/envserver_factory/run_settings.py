@@ -20,8 +20,6 @@ from envserver.settings.section import Section
 
 
 class SftSettings(Settings):
-    """Settings of `sft-gen`."""
-
     filepath: Path = Path("sft_data.jsonl")
     """JSONL file for the rows. Can be given as the first argument."""
     tokenizer: str | None = None
@@ -41,8 +39,6 @@ class SftSettings(Settings):
 
 
 class LmEvalSettings(Section):
-    """Settings of `lm-eval`."""
-
     tasks: list[str]
     """Tasks or task groups of the harness (`lm_eval ls tasks`). Can be given as the first
     argument."""

@@ -1,8 +1,7 @@
-"""The work of `envserver scenarios`: runs a scenario many times with several models; saves traces.
+"""The work of `envserver scenarios`: runs scenarios many times with several models; saves traces.
 
-Models take turns; the runs of one model are made in parallel. A run with a complete trace is not
-made again. A run that fails through no fault of the model is retried; if it fails again, it is
-counted and has no trace, and the same command makes it later.
+A run with a complete trace is not made again. A run that fails through no fault of the model is
+retried; if it fails again, it has no trace, and the same command makes it later.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ def whole_trace(path: Path) -> Json | None:
 
 
 def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
-    """Checks that the trace in `path` is of the expected run."""
     for key, value in wanted.items():
         if trace.get(key) != value:
             raise ConflictError(
@@ -53,12 +51,10 @@ def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
 
 
 def write_trace(path: Path, trace: Json) -> None:
-    """Writes a trace. Raises as `write_json`."""
     write_json(path, trace)
 
 
 def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
-    """Writes the list of traces, with how each ended."""
     runs = []
     for path in sorted(paths):
         trace = whole_trace(path)
@@ -74,8 +70,6 @@ Embed = Callable[[Json], Json]
 
 @dataclass(frozen=True)
 class Runner:
-    """A model to run."""
-
     settings: Settings
     model: dict[str, str]
 
@@ -86,7 +80,7 @@ class Runner:
 
 @dataclass
 class Runs:
-    """The counts of runs. `failed`: messages of the runs that have no trace."""
+    """Counts of runs. `failed`: messages of the runs that have no trace."""
 
     wanted: int = 0
     already: int = 0
@@ -154,7 +148,6 @@ async def run_scenarios(
     embed: Embed | None = None,
     on_progress: Callable[[Runs], None] = lambda runs: None,
 ) -> Runs:
-    """Makes `n` runs of each model and label and writes their traces below `out`."""
     runs = Runs()
     todo: list[tuple[Runner, list[Task]]] = []
     wanted: list[Task] = []

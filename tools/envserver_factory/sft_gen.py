@@ -1,7 +1,6 @@
 """The work of `envserver sft-gen`: runs an environment and writes its best rollouts as rows.
 
-In: one environment. Out: rows for supervised training in a JSONL file. Rows already written stay in
-the file, however the run ends.
+Rows already written stay in the file, however the run ends.
 """
 
 from __future__ import annotations
@@ -39,13 +38,10 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a group's rows.
+    """The choice of a group's rows: the `top` best ones.
 
-    Args:
-        top: maximum number, the best ones.
-        allow_negative: also keep scores of 0 or less.
-        min_difference: keep scores that exceed the group's worst by more than this; 0: all.
-        pm1: scores are mapped from [0, 1] to [-1, 1].
+    `min_difference`: how far a score must exceed the group's worst, 0: all; `pm1`: scores are
+    mapped from [0, 1] to [-1, 1].
     """
 
     top: int
@@ -57,9 +53,8 @@ class Choice:
 def rows_of(group: Group, choice: Choice, decode: Decode | None) -> list[dict[str, Any]]:
     """Returns the rows of `group` that `choice` keeps, best first.
 
-    Args:
-        decode: token ids -> text: one row for each sequence, cut before its first sampled token;
-            None: one row for each rollout, its conversation.
+    With `decode`, a row for each sequence, cut before its first sampled token; else one for each
+    rollout, its conversation.
     """
     scored = [
         (score if not choice.pm1 else 2.0 * score - 1.0, trajectory)
@@ -131,7 +126,6 @@ class SftSink:
                 self.full.set()
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns those whose rows are in the file."""
         return self._done.intersection(group_ids)
 
     async def wait_for_capacity(self) -> None:
@@ -158,8 +152,6 @@ def _opened(path: Path, *, append: bool) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class Generated:
-    """The result: `rows` in the file, made from `groups`, and how the run ended."""
-
     rows: int
     groups: int
     ending: Ending

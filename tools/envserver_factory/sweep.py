@@ -1,8 +1,4 @@
-"""Rewards of merged models over alpha, as a table and a picture. Pure.
-
-In: a `Sweep`: the reports of each alpha. Out: a table for terminals, and an SVG with one line per
-environment and its 95 % intervals.
-"""
+"""Rewards of merged models over alpha, as a table and an SVG with 95 % intervals. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One alpha.
-
-    Args:
-        model: folder of its model.
-        asked: settings of its evaluation, by environment.
-        rewards: mean reward by environment; `passed`: pass@1.
-    """
+    """One alpha: the folder of its model, and by environment its settings, rewards and pass@1."""
 
     alpha: float
     model: str
@@ -40,7 +30,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, alpha: float, model: str, asked: dict[str, Any], reports: Sequence[Report]
     ) -> Point:
-        """Makes a point of the reports of an evaluation."""
         measured = [
             (report.name or report.env, found)
             for report in reports
@@ -56,16 +45,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """The mean over environments of the mean reward."""
         return sum(one.value for one in self.rewards.values()) / len(self.rewards)
 
 
 class Sweep(msgspec.Struct, kw_only=True):
-    """The contents of `sweep.json`.
-
-    Args:
-        base, tuned, start: names and weights of the inputs; `start` is empty for the base.
-        points: what was evaluated, by alpha.
+    """The contents of `sweep.json`: names and weights of the inputs (`start` is empty for the
+    base).
     """
 
     base: dict[str, Any]
@@ -75,7 +60,6 @@ class Sweep(msgspec.Struct, kw_only=True):
     schema_version: int = 1
 
     def is_like(self, other: Sweep) -> bool:
-        """Returns whether both are of the same models."""
         return (self.base, self.tuned, self.start) == (other.base, other.tuned, other.start)
 
     def best(self) -> Point | None:
@@ -85,7 +69,6 @@ class Sweep(msgspec.Struct, kw_only=True):
 
 
 def table_of(sweep: Sweep) -> TextTable:
-    """Returns the rewards by alpha and environment."""
     names = _environments(sweep)
     best = sweep.best()
     rows = [
@@ -100,7 +83,6 @@ def table_of(sweep: Sweep) -> TextTable:
 
 
 def drawn(sweep: Sweep) -> str:
-    """Returns the picture as SVG."""
     return "\n".join([*_picture(sweep), "</svg>"]) + "\n"
 
 
@@ -117,8 +99,6 @@ def _cell(estimate: Estimate | None) -> str:
 
 
 class _Axes:
-    """Maps alphas and rewards to pixels."""
-
     def __init__(self, sweep: Sweep) -> None:
         alphas = [point.alpha for point in sweep.points]
         every = [one for point in sweep.points for one in point.rewards.values()]

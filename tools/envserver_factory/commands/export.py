@@ -29,8 +29,6 @@ or not at all."""
 
 
 class ExportSettings(Section):
-    """Settings of `export`."""
-
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), folders or globs of them, `-`, a store (SQLite
     file or postgresql:// URL), or a running server. Can be given as the first arguments."""
@@ -219,8 +217,7 @@ def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -
 
 
 def _public_facts(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns source names for publication: paths and user names are removed before a push, and
-    from URLs."""
+    """Removes paths and user names before a push, and from URLs."""
     from ..publishing.card import public_name
 
     def named(source: str) -> str:

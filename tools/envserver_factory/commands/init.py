@@ -16,8 +16,6 @@ and the name of the environment, such as my-env."""
 
 
 class InitSettings(Section):
-    """Settings of `init`."""
-
     name: str
     """Name of the environment: lower-case letters, digits and dashes. Can be given as the first
     argument."""

@@ -28,8 +28,6 @@ repeated. Exit status 1: a run failed through no fault of the model."""
 
 
 class ScenarioSettings(Settings):
-    """Settings of `scenarios`."""
-
     scenario: Path | None = None
     """Scenario: a folder, a YAML file, or the name of one in `scenarios/` or of the sample."""
     all_scenarios: bool = False

@@ -1,9 +1,4 @@
-"""Commands that make rows for fine-tuning from data: `sft build`, `sft preview` and `sft
-router|math|code SOURCE`.
-
-The work is in `envserver_factory.sft_building`; the environment of the same name checks whether a
-row's answer is correct.
-"""
+"""`envserver sft build`, `preview`, `router|math|code SOURCE`: rows for fine-tuning from data."""
 
 from __future__ import annotations
 
@@ -36,8 +31,6 @@ same rows."""
 
 
 class RowSettings(Section):
-    """Settings that `sft build` and `sft preview` share."""
-
     sources: list[str]
     """Files, folders and globs of unified trajectories. Can be given as the first arguments."""
     templates: Path = Path("configs/sft_templates.yaml")
@@ -56,8 +49,6 @@ class RowSettings(Section):
 
 
 class BuildSettings(RowSettings):
-    """Settings of `sft build`."""
-
     out: Path = Path("data/sft")
     """Output folder: new, empty, or written by an earlier build, which is replaced."""
     seed: int = 123
@@ -128,7 +119,6 @@ def run_build(argv: list[str]) -> int:
 
 
 def _check_upload(target: str | None) -> None:
-    """Checks the upload target before any work is done."""
     if target is not None:
         from ..publishing.models import check_target
 
@@ -162,8 +152,6 @@ rows of each tool there. Nothing is written."""
 
 
 class PreviewSettings(RowSettings):
-    """Settings of `sft preview`."""
-
     tool: str | None = None
     """Show only rows of this tool; unset: of every tool."""
     n: int = Field(default=1, ge=1)
@@ -271,8 +259,6 @@ and test.jsonl; OUT/summary.json has the counts, and why rows were dropped."""
 
 
 class PrepareSettings(Section):
-    """Settings that `sft router`, `sft math` and `sft code` share."""
-
     input: str
     """JSONL, JSON or Parquet file, a folder of them, or a data set on the hub (OWNER/NAME or
     OWNER/NAME:CONFIG). Can be given as the first argument."""
@@ -302,8 +288,6 @@ class PrepareSettings(Section):
 
 
 class RouterSettings(PrepareSettings):
-    """Settings of `sft router`."""
-
     input: str = "Alovestocode/Router-agent-data"
     out: Path = Path("data/sft-router")
     seed: int = 7
@@ -314,8 +298,6 @@ class RouterSettings(PrepareSettings):
 
 
 class MathSettings(PrepareSettings):
-    """Settings of `sft math`."""
-
     input: str = "XenArcAI/MathX-5M"
     out: Path = Path("data/sft-math")
     seed: int = 7
@@ -326,8 +308,6 @@ class MathSettings(PrepareSettings):
 
 
 class CodeSettings(PrepareSettings):
-    """Settings of `sft code`."""
-
     input: str = "OpenCoder-LLM/opc-sft-stage2:educational_instruct"
     out: Path = Path("data/sft-code")
     seed: int = 7
@@ -383,7 +363,6 @@ def run_code(argv: list[str]) -> int:
 
 
 def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]) -> int:
-    """Prepares a data set; `example_of` returns the function that converts a row."""
     from envserver.cli.console import Console, reading_bar
     from envserver.cli.loop import configure_logs
 
@@ -461,8 +440,7 @@ FULL = 0.999
 def _scored_right(
     name: str, candidates: Path, *, processes: int, sandbox: SandboxConfig
 ) -> Iterator[str | None]:
-    """Scores lines {"task": row, "response": text} of `candidates` with the environment `name`;
-    yields for each why it is wrong, or None if it has the full reward."""
+    """Yields for each line {"task": row, "response": text} why it is wrong, or None."""
     from envserver.cli.console import reading_bar
     from envserver.cli.loop import run_loop
     from envserver.registry import find

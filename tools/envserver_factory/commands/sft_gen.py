@@ -1,7 +1,4 @@
-"""`envserver sft-gen`, with the flags of Atropos' `atropos-sft-gen`.
-
-That program fetches rollouts from a server; this command makes them.
-"""
+"""`envserver sft-gen`, with the flags of `atropos-sft-gen`, which asks a server instead."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ COMMAND = CommandSpec(
 
 
 def run(argv: list[str]) -> int:
-    """Returns 130 if it was stopped early, else 0."""
     with lean_imports():
         from envserver.cli.console import Console
         from envserver.cli.loop import SignalStop, run_loop, show_logs

@@ -1,8 +1,7 @@
 """`envserver sft router|math|code generate`: a teacher's answers become rows for fine-tuning.
 
-A run of the environment of that name, as `process` makes it, is the whole generation: retries,
-resuming, prices, several engines. Then its groups become rows: plans by `envserver_factory`,
-solutions by `envserver export`.
+A run of the environment of that name, as `process` makes it, is the whole generation; then its
+groups become rows: plans by `sft_building`, solutions by `envserver export`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ ALIASES = {
 
 
 class GenerateSettings(Settings):
-    """Settings that `sft router generate`, `sft math generate` and `sft code generate` share."""
-
     out: Path
     """Output folder."""
     resume: bool = False
@@ -51,8 +48,6 @@ class GenerateSettings(Settings):
 
 
 class RouterGenerateSettings(GenerateSettings):
-    """Settings of `sft router generate`."""
-
     out: Path = Path("data/router-plans")
     rows: int | None = Field(default=None, ge=1)
     """Maximum number of rows; unset: all that are usable."""
@@ -64,8 +59,6 @@ class RouterGenerateSettings(GenerateSettings):
 
 
 class SolutionSettings(GenerateSettings):
-    """Settings of `sft math generate` and `sft code generate`."""
-
     out: Path = Path("data/solutions")
     per_group: Literal["all", "best", "shortest"] = "shortest"
     """Right solutions that are kept of a problem's tries: all different ones, or one."""
@@ -140,8 +133,7 @@ def run_router(argv: list[str]) -> int:
 
 
 def _check_profile(settings: RouterGenerateSettings) -> None:
-    """Raises ConfigError if the folder has plans of another profile: all rows have the same
-    keys."""
+    """Refuses a folder with plans of another profile: all rows have the same keys."""
     from envserver.export.stored import read_groups
 
     path, profile = _groups(settings), dict(settings.env)["profile"]
@@ -162,7 +154,6 @@ def run_code(argv: list[str]) -> int:
 
 
 def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
-    """Samples solutions and exports the right ones; returns 130 if it was stopped early."""
     from . import export
 
     settings = _read(command, argv, _TRIES)
@@ -174,10 +165,7 @@ def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
 
 
 def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, Any]) -> G:
-    """Reads the settings; those of `environment` are the command's defaults of `env`.
-
-    A teacher called "sim" is the simulated engine, as everywhere.
-    """
+    """Reads the settings. A teacher called "sim" is the simulated engine, as everywhere."""
     from envserver.cli.loop import show_logs
     from envserver.running.engines import SIMULATED
 
@@ -190,8 +178,8 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 
 
 def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
-    """Makes each of several teachers, `A,B@http://host:8000/v1`, an agent; the first one has the
-    run's own engine.
+    """Makes each further teacher of `A,B@http://host:8000/v1` an agent; the first has the run's
+    engine.
     """
     found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
              settings.openai.model_name.split(",")]  # fmt: skip
@@ -216,7 +204,6 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
 
 
 def _generate(settings: GenerateSettings) -> GroupRun:
-    """Samples from the teacher; returns the run, which has ended or was stopped."""
     with lean_imports():
         from envserver.cli.console import Console
         from envserver.cli.loop import SignalStop, run_loop
@@ -261,7 +248,7 @@ def _generate(settings: GenerateSettings) -> GroupRun:
 
 
 def _write_plans(settings: RouterGenerateSettings) -> int:
-    """Writes rows.jsonl and summary.json, and prints what became rows; returns their number."""
+    """Writes rows.jsonl and summary.json; returns the number of rows."""
     from envserver.cli.console import Console
 
     from ..sft_building.folder import write_summary

@@ -2,8 +2,7 @@
 
 A format turns the kept rollouts of a group into rows. A row is a dict, which becomes a line of a
 JSONL shard, or a `NamedFile`, which becomes a file. A format with another destination has a
-`writer`. To add a format: a class, and a line in `FORMATS`. Here are those of conversations and
-pairs, and shards: files that appear complete, with checksums, or not at all.
+`writer`. To add a format: a class, and a line in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -53,12 +52,10 @@ class Options:
 
     Args:
         tokens: include training rows, where a format has both.
-        label: label of traces; "auto": `solved` and `failed`.
+        label: label of traces; "auto": by their rewards.
         margin: minimum difference between the rewards of a pair.
-        title: title of the export, for people.
         jsonl: write JSONL where a format otherwise writes a file for each rollout.
         embed: sentence-transformers model for the steps of traces; "": no embeddings.
-        embed_cache: folder of the embedding cache.
         tokenizer: tokenizer that shows tokens (see `token_texts`); unset: by the model's name.
     """
 
@@ -77,10 +74,9 @@ class Format(Protocol):
 
     name: str
     suffix: str
-    """File suffix, with the dot."""
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns the rows of the rollouts `kept` of `group` (in order, at least one)."""
+        """`kept`: rollouts of `group`, in order, at least one."""
         ...
 
 
@@ -88,19 +84,13 @@ class Writer(Protocol):
     """Writes rows into files of a folder."""
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write into `folder`, which exists and is empty.
+        """Prepares to write into `folder`, which is empty, files of at most `shard_rows` rows.
 
-        Args:
-            shard_rows: maximum number of rows of a file; None: all rows go into one file.
+        None: one file for all.
         """
 
     def put(self, row: Row) -> None:
-        """Writes one row.
-
-        Raises:
-            StoreError: it cannot be written.
-            ConfigError: it does not fit into the one file.
-        """
+        """Writes one row. Raises StoreError, or ConfigError: it does not fit into the one file."""
 
     def close(self) -> list[Written]:
         """Closes all files and returns them."""
@@ -109,8 +99,6 @@ class Writer(Protocol):
 
 @runtime_checkable
 class HasWriter(Protocol):
-    """A format that writes its own files."""
-
     def writer(self) -> Writer:
         """Returns a new writer."""
         ...
@@ -147,8 +135,6 @@ _CHUNK = 1 << 20
 
 
 class Files:
-    """The writer of all formats without one of their own."""
-
     def __init__(self, *, chained: bool = False) -> None:
         self._chained = chained
 
@@ -214,17 +200,13 @@ class Files:
 
 
 def writer_of(format: Format) -> Writer:
-    """Returns the format's own writer, else `Files`."""
     return format.writer() if isinstance(format, HasWriter) else Files()
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of an export in progress.
-
-    Args:
-        folder: its contents become the export.
-        out: the final place; `single`: one file, with the manifest beside it.
+    """An export in progress: `folder` becomes `out`; `single`: one file with its manifest beside
+    it.
     """
 
     folder: Path
@@ -233,7 +215,6 @@ class Place:
 
     @property
     def manifest(self) -> Path:
-        """Returns the final place of the manifest."""
         if self.single:
             return self.out.with_name(f"{self.out.name}.{MANIFEST}")
         return self.out / MANIFEST
@@ -266,10 +247,8 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
 
 
 def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool) -> Json:
-    """Writes the manifest, and makes the folder the export.
-
-    Returns:
-        The number of `files`, and their `bytes`.
+    """Writes the manifest, makes the folder the export; returns the number of `files`, their
+    `bytes`.
     """
     rows = {one.path: one.rows for one in written}
     try:
@@ -295,12 +274,10 @@ def _rename_single(place: Place) -> None:
 
 
 def needs_folder(reason: str) -> ConfigError:
-    """Returns the error for an export to one file that needs several."""
     return ConfigError(f"{reason}: --out must be a folder, not one file.", hint="Use --out FOLDER.")
 
 
 def failed(path: Path, error: OSError) -> StoreError:
-    """Converts an error of the operating system to a typed one."""
     return write_failure(path, error, hint="No part of it was kept.")
 
 
@@ -361,10 +338,7 @@ def _move(place: Place, manifest: Path, overwrite: bool) -> None:
 
 
 class Messages:
-    """Rows {"messages", "reward", "env", "task_id"}, with "tools" where there were any.
-
-    A rollout without a conversation, or without a message of the model, has no row.
-    """
+    """Rows {"messages", "reward", "env", "task_id"} (and "tools"), the best of a group first."""
 
     name = "messages"
     suffix = ".jsonl"
@@ -386,17 +360,14 @@ class Messages:
 
 
 def is_conversation(rollout: StoredRollout) -> bool:
-    """Returns whether it has an assistant message."""
     return any(message.get("role") == "assistant" for message in rollout.messages)
 
 
 class Dpo:
-    """Pairs the best rollout of a group with the worst, the second best with the second worst, and
-    so on.
+    """Pairs the best rollout of a group with the worst, the second best with the second worst, ...
 
-    Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
-    `prompt + chosen` and `prompt + rejected` are the two conversations; the prompt ends before the
-    model's first message.
+    Rewards of a pair differ by at least `Options.margin`. `prompt + chosen` and `prompt + rejected`
+    are the conversations; the prompt ends before the model's first message.
     """
 
     name = "dpo"
@@ -418,7 +389,6 @@ class Dpo:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """Returns the messages before the model's first one."""
     return list(takewhile(lambda message: message.get("role") != "assistant", messages))
 
 
@@ -462,10 +432,7 @@ class Atropos:
 
 
 def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
-    """Returns the line of `group` with these rollouts only, their rows renumbered.
-
-    Advantages are removed: they were computed over the whole group.
-    """
+    """Returns the line with these rollouts only, without the whole group's advantages."""
     line = group.line
     rows: list[int] = []
     kept_rollouts = []

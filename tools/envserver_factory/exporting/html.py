@@ -1,9 +1,8 @@
-"""Shows a run as HTML pages: no script, no other file, no network.
+"""Shows a run as HTML pages: no script, no other file, no network; memory holds one page.
 
-In: groups and their kept rollouts. Out: `index.html` with everything or, for a large run, with the
-summary and a list of `pages/page-0001.html`, ... All outside text is escaped (control characters
-are made visible) where it is inserted, without exception; a content policy forbids scripts and
-requests; memory holds one page.
+`index.html` has everything or, for a large run, the summary and a list of `pages/page-0001.html`,
+... All outside text is escaped (control characters are made visible) where it is inserted, without
+exception; a content policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ BINS: Final = 10
 
 @dataclass
 class Part:
-    """Counts of rollouts that belong together."""
-
     groups: int = 0
     rollouts: int = 0
     scored: int = 0
@@ -47,7 +44,6 @@ class Part:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean reward, or None if nothing is scored."""
         return self.reward / self.scored if self.scored else None
 
 
@@ -56,15 +52,11 @@ class RunFacts:
     """Counts of a run. Add each group once.
 
     Args:
-        rows, tokens, sampled: training rows, their tokens, and the trained ones among them.
-        solved: rollouts with the reward of a solved task.
         axis: the rewards that the histogram goes from and to, those that the environment declares;
-            None: it has rollouts with several ranges, and goes from the lowest to the highest
-            reward of each.
+            None: several ranges; it goes from the lowest to the highest reward of each.
         histogram: rollouts by reward, in equal parts of the axis; `below` and `above` it.
         ends: by finish reason, or by the limit that was reached.
         failures: failed attempts by kind; `lost`: missing rollouts by kind.
-        first_at, last_at: when groups were made, `time.time()`.
     """
 
     total: Part = field(default_factory=Part)
@@ -91,7 +83,6 @@ class RunFacts:
     last_at: float | None = None
 
     def add(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> None:
-        """Counts `kept` of `group`, and the facts about the group as a whole."""
         for failure in group.failures:
             _count(self.failures, str(failure.get("kind", "")))
         for kind, number in group.lost.items():
@@ -105,7 +96,6 @@ class RunFacts:
             self._add(rollout)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the counts for programs."""
         return {
             "groups": self.total.groups,
             "rollouts": self.total.rollouts,
@@ -201,16 +191,12 @@ _SHADES: Final = (0.9, 0.5, 0.2, 0.05)
 
 @dataclass(frozen=True)
 class Text:
-    """A text, and the number of characters left out."""
-
     shown: str
     left_out: int = 0
 
 
 @dataclass(frozen=True)
 class CallView:
-    """A tool call."""
-
     name: str
     arguments: Text
 
@@ -239,12 +225,7 @@ class ConversationView:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a training row: context (`shade` None), or one sampled token.
-
-    Args:
-        shade: 0 (likely token) to 4 (unlikely).
-        tooltip: id, logprob and probability, or the amount of context.
-    """
+    """A sampled token (shade 0: likely, to 4), or context (None), of a training row."""
 
     text: str
     tooltip: str
@@ -262,8 +243,6 @@ class RowView:
 
 @dataclass(frozen=True)
 class RolloutView:
-    """The details of a rollout, beside its line in the table."""
-
     facts: list[tuple[str, str]]
     tools: list[tuple[str, Text]]
     conversations: list[ConversationView]
@@ -275,7 +254,6 @@ class RolloutView:
 
 
 def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
-    """Returns the view of `rollout`."""
     conversations = [_conversation("", rollout.messages)] if rollout.messages else []
     for other in rollout.others[:MOST_ROWS]:
         trained = "" if other.get("trained", True) else ", not trained"
@@ -295,7 +273,6 @@ def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
 
 
 def number(value: Any) -> str:
-    """Formats a number for people."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _as_text(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -460,26 +437,22 @@ _INDEX: Final = "index.html"
 
 
 class Html:
-    """The format "html", with its own writer."""
-
     name, suffix = "html", ".html"
 
     def __init__(self, options: Options) -> None:
         self._options = options
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns a row for each rollout; the first one carries its group."""
         for position, rollout in enumerate(kept):
             yield {"rollout": rollout, "new": (group, kept) if position == 0 else None}
 
     def writer(self) -> HtmlPages:
-        """Returns the writer of pages."""
         return HtmlPages(self._options.title, self._options.tokenizer)
 
 
 @dataclass
 class GroupLine:
-    """A group in the table of a page. `rollouts`: (place on the page, rollout) each."""
+    """A group in the table; `rollouts`: (place on the page, rollout) each."""
 
     group: StoredGroup
     env: str
@@ -490,8 +463,6 @@ class GroupLine:
 
 @dataclass(frozen=True)
 class PageLine:
-    """A page in the list of pages."""
-
     path: str
     groups: int
     rollouts: int
@@ -501,8 +472,6 @@ class PageLine:
 
 
 class HtmlPages:
-    """Writes the pages."""
-
     def __init__(
         self,
         title: str = "",
@@ -521,16 +490,12 @@ class HtmlPages:
         self._begin_page()
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write pages of at most `shard_rows` rollouts (whole groups) into `folder`.
-
-        None: one page.
-        """
+        """Pages have whole groups."""
         self._folder = folder
         self._is_single = shard_rows is None
         self._most_rollouts = min(self._most_rollouts, shard_rows or self._most_rollouts)
 
     def put(self, row: Row) -> None:
-        """Adds one row of `Html.rows`."""
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         if row["new"] is not None:
@@ -544,7 +509,6 @@ class HtmlPages:
         self._characters += len(section)
 
     def close(self) -> list[Written]:
-        """Writes the index. Raises as `put`."""
         whole = not self._pages
         if not whole:
             self._end_page()

@@ -1,4 +1,4 @@
-"""`--to unified`: `<domain>/<task_id>.json` below the folder, or JSONL.
+"""`--to unified`: `<domain>/<task_id>.json` below the folder, or JSONL; and traces.
 
 Ids are unique and independent of the order of groups: a rollout of a group of several has its
 task's id with eight digits that identify it; a single one has the task's own id.
@@ -32,8 +32,6 @@ _INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 class Unified:
-    """Unified trajectories, each checked before it is written."""
-
     name = "unified"
     suffix = ".json"
 
@@ -97,13 +95,7 @@ DIGITS = 7
 
 
 class Embedder:
-    """A text embedding model; loaded at the first text that is not in the cache.
-
-    Args:
-        model: name on the hub, or folder.
-        cache: folder of the vectors; None: no cache.
-        device: "cpu", "cuda"; unset: as sentence-transformers chooses.
-    """
+    """A text embedding model; loaded at the first text that is not in the cache."""
 
     def __init__(
         self,
@@ -178,7 +170,7 @@ class Embedder:
 
 
 def embed_steps(trace: Json, embedder: Embedder) -> Json:
-    """Returns `trace` with an `embedding` in each step with text. Raises as `embed`."""
+    """Returns `trace` with an `embedding` in each step with text."""
     steps = [dict(step) for step in trace["steps"]]
     said = [step for step in steps if str(step.get("text") or "").strip()]
     for step, vector in zip(said, embedder.embed([step["text"] for step in said]), strict=True):

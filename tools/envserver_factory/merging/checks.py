@@ -1,7 +1,4 @@
-"""Checks that models can be merged: same tensors, architecture and tokens.
-
-In: the base and the others, opened. Out: for each model its name of each tensor of the base, and
-notes on harmless differences. All reasons against a merge are reported at once.
+"""Checks that models can be merged; all reasons against a merge are reported at once.
 
 A tied output layer (`config.tie_word_embeddings`) may be stored or not: where the base stores
 `lm_head.weight` and another model does not, that model's embedding is used; where only the other
@@ -53,7 +50,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def same_template(base: Path, other: Path) -> bool:
-    """Returns whether both render conversations alike; True where one has no template file."""
+    """Whether both render conversations alike; True where one has no template file."""
     ours, theirs = base / _TEMPLATE, other / _TEMPLATE
     return not (ours.is_file() and theirs.is_file()) or _same_bytes(ours, theirs)
 
@@ -138,8 +135,6 @@ _ROWS_AT_A_TIME: Final = 4096
 
 @dataclass(frozen=True)
 class Allowed:
-    """Differences that forbid a merge unless allowed."""
-
     config: bool = False
     tokenizer: bool = False
     missing: bool = False
@@ -321,13 +316,7 @@ _WITHOUT_BASE: Final = ("linear", "multislerp", "karcher")
 
 @dataclass(frozen=True)
 class Method:
-    """A method of mergekit.
-
-    Args:
-        name: mergekit's `merge_method`.
-        density: share of each difference that is kept; unset: the method's default.
-        parameters: further parameters, for all models.
-    """
+    """A method of mergekit; `density`: share of each difference that is kept."""
 
     name: str
     density: float | None = None
@@ -342,11 +331,7 @@ def merge_with(
     allowed: Allowed | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Runs mergekit, whose output goes to this process's stderr.
-
-    Returns:
-        Notes on harmless differences between the inputs.
-    """
+    """Runs mergekit, whose output goes to this process's stderr; returns notes on the inputs."""
     config = config_of(method, recipe)
     program = find_program()
     with ExitStack() as stack:
@@ -374,7 +359,6 @@ def merge_with(
 
 
 def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
-    """Returns mergekit's configuration."""
     if any(one.minus is not None for one in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
@@ -406,7 +390,6 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
 
 
 def find_program() -> str:
-    """Finds the program."""
     beside = Path(sys.executable).with_name(PROGRAM)
     found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
     if found is None:

@@ -1,9 +1,4 @@
-"""The one pass: reads every tensor of all models once, piece by piece, for all alphas.
-
-In: a recipe. Out: a folder for each alpha, with the base's files, layout and dtypes. Beside headers
-and LoRA factors, `PIECE` numbers of each model and a few arrays of that length are in memory at a
-time.
-"""
+"""The one pass: reads every tensor of all models once, piece by piece, for all alphas."""
 
 from __future__ import annotations
 
@@ -50,7 +45,6 @@ _KIND: Final = "task vector"
 
 
 def open_vector(path: Path) -> Weights:
-    """Opens a file that `vector_layout` describes."""
     weights = Weights(path)
     if weights.parts[0].metadata.get("kind") != _KIND:
         raise InputError(
@@ -61,7 +55,6 @@ def open_vector(path: Path) -> Weights:
 
 
 def vector_layout(recipe: Recipe, base: Weights, others: Sequence[Model], path: Path) -> File:
-    """Returns the names, dtypes and shapes of a vector's file."""
     tensors = tuple(
         replace(tensor, dtype=_dtype(tensor, others), file=path)
         for part in base.parts
@@ -84,20 +77,16 @@ def combined(
 
 
 class VectorWriter:
-    """Writes a vector's file; `write` takes the tensors' numbers in the layout's order."""
-
     def __init__(self, layout: File, partial: Path) -> None:
         self.dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
         self._path = layout.path
         self._file = WeightsWriter(partial, layout)
 
     def write(self, numbers: Floats) -> None:
-        """Writes the next numbers. Raises StoreError: the disk takes no more."""
         with storing(self._path):
             self._file.write(numbers)
 
     def close(self) -> None:
-        """Syncs the complete file to disk."""
         with storing(self._path):
             self._file.close()
 
@@ -145,17 +134,13 @@ PIECE: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge."""
-
     folders: list[Path]
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A vector of the recipe, opened; `minus` None stands for the base, and with `is_vector`
-    nothing is subtracted.
-    """
+    """An opened vector; `minus` None: the base; `is_vector`: nothing is subtracted."""
 
     plus: Model
     minus: Model | None
@@ -180,9 +165,7 @@ def merge(
         places: output folders, one for each of `recipe.alphas`; complete or absent. Empty: only
             `vector` is written.
         vector: also write what is added, without alpha, to this safetensors file.
-        allowed: differences between the inputs that are accepted.
         allow_not_finite: also write infinities and NaNs.
-        overwrite: replace models of an earlier merge.
         begin, report: called with bytes of the base's weights: the total, then each part done.
     """
     with ExitStack() as stack:
@@ -228,8 +211,6 @@ def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
 
 
 class _Pass:
-    """One pass over all pieces of all tensors."""
-
     def __init__(
         self,
         base: Weights,
@@ -361,9 +342,7 @@ def _opened_base(folder: Path) -> Weights:
 def _open_others(
     recipe: Recipe, base: Weights, stack: ExitStack
 ) -> tuple[dict[Path, Model], list[str]]:
-    """Opens every folder of the recipe but the base once; returns notes on the bases of
-    adapters.
-    """
+    """Opens every folder but the base once; returns notes on the bases of adapters."""
     notes: list[str] = []
     open_weights = functools.cache(lambda folder: stack.enter_context(Weights(folder)))
     opened: dict[Path, Model] = {}

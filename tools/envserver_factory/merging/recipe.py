@@ -1,8 +1,7 @@
 """The recipe of a merge: `base + alpha * (w1 * (plus1 - minus1) + w2 * (plus2 - minus2) + ...)`.
 
-A reasoning vector is one such difference, `rl - sft`: what reinforcement learning added to its
-start, given to another model of the same shape. Task arithmetic is several of them relative to the
-base itself (Ilharco et al., "Editing Models with Task Arithmetic", 2022).
+Task arithmetic (Ilharco et al., "Editing Models with Task Arithmetic", 2022): a reasoning vector is
+one such difference, `rl - sft`, given to another model of the same shape.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from envserver_records.errors import ConfigError
 
 @dataclass(frozen=True)
 class Vector:
-    """A difference of two models and its weight.
+    """A difference of two models and its weight; `minus` None stands for the base.
 
-    Args:
-        plus: a model's folder; or the file of a task vector, which is the difference itself.
-        minus: None stands for the base.
+    `plus` may also be the file of a task vector, which is the difference itself.
     """
 
     plus: Path
@@ -31,8 +28,6 @@ class Vector:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A base and what is added to it, once for each alpha."""
-
     base: Path
     vectors: tuple[Vector, ...]
     alphas: tuple[float, ...] = (1.0,)
@@ -57,12 +52,10 @@ class Recipe:
                 raise ConfigError(f"{number} is not a weight: it must be finite.")
 
     def formula(self, alpha: str = "alpha") -> str:
-        """Returns the formula as text, with the folders' names."""
         inside = self.difference()
         return f"{self.base.name} + {alpha} * {inside if len(self.vectors) == 1 else f'({inside})'}"
 
     def difference(self) -> str:
-        """Returns what is added as text, without alpha."""
         return " + ".join(
             f"{'' if one.weight == 1 else f'{one.weight:g} * '}{self._difference(one)}"
             for one in self.vectors
@@ -75,8 +68,8 @@ class Recipe:
 
 
 def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
-    """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; without `=` the
-    weight is 1.
+    """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; weight 1 without
+    `=`.
     """
     vectors = []
     for word in words:

@@ -1,8 +1,6 @@
 """Writes merged weights: safetensors files in pieces, folders that appear when complete.
 
-In: the description of each file, then the numbers in that order. Out: files with the layout of the
-base's. A folder gets its name only when all of it is on disk; an aborted merge leaves nothing but
-the folders that existed before.
+An aborted merge leaves nothing but the folders that existed before.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from .recipe import Recipe
 from .tensors import INDEX, File, Model
 
 RECIPE: Final = "merge.json"
-"""Name of the machine-readable recipe in each merged folder."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENT: Final = 8
 _UNFINISHED: Final = ".merging-"
@@ -40,11 +37,7 @@ _YOUNG_SECONDS: Final = 10
 
 
 class WeightsWriter:
-    """Writes one safetensors file; `write` takes the tensors' bytes in order.
-
-    Args:
-        like: the file whose names, dtypes, shapes, order and metadata are used.
-    """
+    """Writes the bytes of tensors in order, into a file with the header of `like`."""
 
     def __init__(self, path: Path, like: File) -> None:
         self.path = path
@@ -54,13 +47,11 @@ class WeightsWriter:
         self._put(_header(like))
 
     def write(self, data: Any) -> None:
-        """Writes the next bytes (anything with a buffer)."""
         view = memoryview(data).cast("B")
         self._missing -= len(view)
         self._put(view)
 
     def close(self) -> str:
-        """Syncs the file to disk; returns its sha256."""
         if self._missing:
             raise ValueError(f"{self.path.name} lacks {self._missing} bytes")
         os.fsync(self._file.fileno())
@@ -94,7 +85,6 @@ def _header(like: File) -> bytes:
 
 
 def write_index(folder: Path, files: Sequence[File]) -> None:
-    """Writes the index of shards, where there are several."""
     tensors = [tensor for file in files for tensor in file.tensors]
     index = {
         "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
@@ -104,9 +94,7 @@ def write_index(folder: Path, files: Sequence[File]) -> None:
 
 
 def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
-    """Checks that all of `places` are free and the disk has `size` bytes, after removing leftovers
-    of killed merges.
-    """
+    """Checks that `places` are free and the disk has `size` bytes; removes leftovers."""
     for place in places:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
         ours = (place / RECIPE).is_file()
@@ -133,9 +121,7 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
 
 @contextmanager
 def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yields folders that become `places` (all of one parent) at the end; after an error nothing
-    of them remains.
-    """
+    """Yields folders that become `places` (all of one parent) at the end, or nothing."""
     if not places:
         yield []
         return
@@ -209,11 +195,7 @@ _TEMPLATES: Final = "additional_chat_templates"
 
 
 def copy_rest(base: Path, folder: Path) -> list[str]:
-    """Copies config, tokenizer, chat template and generation config: all but the weights.
-
-    Returns:
-        Names of the files.
-    """
+    """Copies all but the weights: config, tokenizer, template; returns the names."""
     copied = []
     for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
         if path.is_file() and not any(path.match(pattern) for pattern in _OURS):
@@ -244,8 +226,6 @@ class Input:
 
 @dataclass(frozen=True)
 class Facts:
-    """The common facts of all models of one merge."""
-
     method: str
     inputs: list[Input]
     vectors: list[dict[str, Any]]
@@ -255,9 +235,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Made:
-    """One merged model: its formula, alpha, sha256 of its weights, and files copied from the
-    base.
-    """
+    """One merged model: sha256 of its weights, and names of files copied from the base."""
 
     formula: str
     alpha: float | None
@@ -295,7 +273,6 @@ def facts_of(
 
 
 def write_card(folder: Path, facts: Facts, made: Made) -> None:
-    """Writes README.md and merge.json into a merged model's folder."""
     recipe = {**asdict(facts), **asdict(made)}
     text = json.dumps(recipe, indent=2, ensure_ascii=False) + "\n"
     (folder / RECIPE).write_text(text, encoding="utf-8")

@@ -1,8 +1,7 @@
 """The data card of an export for the Hugging Face hub: `README.md` in its folder.
 
-In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header. It
-names no path, user or password of this machine; names from the data can neither end the header nor
-become markup; unstated facts (the license) stay open.
+It names no path, user or password of this machine; names from the data can neither end the header
+nor become markup; unstated facts (the license) stay open.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ _ABOUT: Final = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The caller's settings."""
-
     title: str
     sources: Sequence[str]
     filter: dict[str, Any] = field(default_factory=dict)
@@ -65,12 +62,10 @@ class WithCard:
         self._facts = RunFacts()
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns the rows of the other format."""
         self._facts.add(group, kept)
         yield from self._format.rows(group, kept)
 
     def writer(self) -> Writer:
-        """Returns the writer of the other format; it writes the card at the end."""
         return _WriterWithCard(writer_of(self._format), self._format, self._asked, self._facts)
 
 
@@ -123,7 +118,6 @@ def card(
     rows: int,
     shards: Sequence[str],
 ) -> str:
-    """Returns the text of the card."""
     header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
     versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
     parts = [
@@ -165,8 +159,7 @@ def card(
 
 
 def public_name(source: str) -> str:
-    """Returns what may be published about a source: a file's or folder's name, a URL's host and
-    last part."""
+    """Returns what may be published of a source: a file's name, a URL's host and last part."""
     if "://" not in source:
         return Path(source).name or source
     parts = urlsplit(source)

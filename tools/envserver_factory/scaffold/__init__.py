@@ -1,8 +1,7 @@
 """Writes the package of a new environment: `envserver init my-env --kind tools`.
 
-In: a name, a kind and a folder. Out: a Python package that works at once: an environment, rows, a
-test, a README with its card, and a `pyproject.toml` with the entry point. The environments of the
-kinds are modules of `kinds`, checked like our own code; `package` has the files around them.
+The environments of the kinds are modules of `kinds`, checked like our own code; `package` has the
+files around them.
 """
 
 from __future__ import annotations
@@ -26,14 +25,9 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of environment.
+    """A kind of environment; `scoring` and `reward` are for the card.
 
-    Args:
-        about: what its agents do, in a line.
-        scoring: how it is scored, for the card.
-        reward: how its rewards are spread, for the card.
-        isolation: as in `Environment.isolation`.
-        requires: what it needs besides envserver.
+    `isolation` is that of `Environment`; `requires`: what it needs besides envserver.
     """
 
     about: str
@@ -75,11 +69,7 @@ KINDS = {
 
 
 def create(name: str, kind: str, parent: Path) -> list[Path]:
-    """Writes the package `name` below `parent`.
-
-    Returns:
-        The files that it wrote.
-    """
+    """Writes the package `name` below `parent`; returns its files."""
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
         raise ConfigError(
@@ -101,7 +91,6 @@ def create(name: str, kind: str, parent: Path) -> list[Path]:
 
 
 def files(name: str, kind: str) -> Iterator[tuple[str, str]]:
-    """Yields the path and the text of each file of the package `name`."""
     package = name.replace("-", "_")
     title = "".join(part.capitalize() for part in package.split("_"))
 

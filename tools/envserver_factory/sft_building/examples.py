@@ -1,8 +1,6 @@
 """Reads the rows of a data set, and turns each into a training example or a reason to drop it.
 
-Two forms: `messages`, a conversation that gets the model's chat template at training time;
-`prompt`, {"prompt", "completion"}, of which only the completion is trained. Whether an answer is
-right is judged by the environment of the same name, where rows are verified (`prepare`).
+Whether an answer is right is judged by the environment of the same name (`prepare`).
 """
 
 from __future__ import annotations
@@ -29,14 +27,7 @@ Form = Literal["messages", "prompt"]
 
 @dataclass(frozen=True)
 class Example:
-    """One training example.
-
-    Args:
-        prompt: text, or a conversation.
-        completion: the model's part.
-        row: the task row for the environment, when completions are verified.
-        facts: names that the summary counts, by histogram.
-    """
+    """`row`: for the environment that verifies it; `facts`: names to count, by histogram."""
 
     prompt: str | list[Message]
     completion: str
@@ -44,7 +35,6 @@ class Example:
     facts: dict[str, list[str]]
 
     def as_row(self, form: Form, template: Template | None = None) -> Json:
-        """Returns the line of the file."""
         if form == "messages":
             return {"messages": self._messages()}
         if isinstance(self.prompt, str):
@@ -66,9 +56,7 @@ Template = Callable[[list[Message], str], tuple[str, str]]
 
 
 def template_of(tokenizer: str) -> Template:
-    """Loads the chat template of a tokenizer: renders a conversation before and with its
-    completion.
-    """
+    """Loads a chat template: renders a conversation before and with its completion."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -109,13 +97,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(?::[\w.-]+)?")
 def rows_of(
     source: str, *, limit: int | None = None, split: str = "train"
 ) -> Iterator[Json | None]:
-    """Yields the rows of `source` in order, None for a line that is not one; the hub is streamed.
-
-    Args:
-        source: a file, a folder, a glob, or a name on the hub: `owner/name` or `owner/name:config`.
-        limit: maximum number of rows.
-        split: split of a hub data set, or of a folder with splits.
-    """
+    """Yields the rows of `source` in order, None for a line that is not one; streams the hub."""
     is_hub = _HUB_NAME.fullmatch(source) and not Path(source).exists()
     name, _, config = source.partition(":")
     rows = streamed(name, config or None, split) if is_hub else _rows(source, split)
@@ -269,15 +251,13 @@ def example_of(row: Json, *, think: Think = "none") -> Example | str:
 
 
 def tools_of(plan: Json) -> list[str]:
-    """Returns the specialists that a plan calls, in its order."""
     if "steps" in plan:
         return [step["agent"] for step in plan["steps"]]
     return [_tool(call) for call in plan["route_plan"]]
 
 
 def route_of(plan: Json) -> str | None:
-    """Returns the shape of a plan: `search->math`, `code+search->math` where steps are side by
-    side; None if steps wait for each other."""
+    """Returns the shape of a plan, `code+search->math`; None if steps wait for each other."""
     if "steps" not in plan:
         return "->".join(tools_of(plan))
     agents = {step["id"]: step["agent"] for step in plan["steps"]}

@@ -1,8 +1,4 @@
-"""A folder of data that is complete or absent.
-
-It is written beside its place, synced, and renamed. A folder of an earlier run of the same command
-is replaced at the end; any other non-empty folder is left alone.
-"""
+"""A folder of data that is complete or absent, a spool of rows, and splits."""
 
 from __future__ import annotations
 
@@ -24,10 +20,8 @@ from envserver_records.files import replace_folder, storing
 
 @contextlib.contextmanager
 def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
-    """Yields a folder that becomes `place` when the block succeeds, and is removed otherwise.
-
-    Args:
-        mark: a file that every such folder has (`SUMMARY.json`); a folder with it may be replaced.
+    """Yields a folder that becomes `place` at the end; one that has the file `mark` may be
+    replaced.
     """
     _refuse(place, mark)
     place = place.absolute()
@@ -44,8 +38,7 @@ def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
 
 
 def write_lines(path: Path, lines: Iterable[bytes]) -> str:
-    """Writes a file to disk, and its parent folders; returns the sha256 of its bytes, in
-    hexadecimal."""
+    """Writes a file and its parent folders; returns the sha256 in hexadecimal."""
     digest = hashlib.sha256()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -101,11 +94,10 @@ class Spool:
         return len(self._offsets)
 
     def add(self, row: Json) -> int:
-        """Adds `row`; returns its number, from 0."""
+        """Returns the row's number, from 0."""
         return self.add_line(as_line(row))
 
     def add_line(self, line: bytes) -> int:
-        """Likewise for a row that is already a line."""
         self._file.seek(self._end)
         self._file.write(line)
         self._offsets.append(self._end)
@@ -114,13 +106,11 @@ class Spool:
         return len(self._offsets) - 1
 
     def lines(self, numbers: Iterable[int]) -> Iterator[bytes]:
-        """Yields the rows with these numbers, as lines."""
         for number in numbers:
             self._file.seek(self._offsets[number])
             yield self._file.read(self._sizes[number])
 
     def rows(self, numbers: Iterable[int]) -> Iterator[Json]:
-        """Yields the rows with these numbers."""
         return (json.loads(line) for line in self.lines(numbers))
 
 
@@ -140,15 +130,11 @@ def as_line(row: Json) -> bytes:
 
 
 class Held(NamedTuple):
-    """The rows of one tool, by part."""
-
     train: list[int]
     val: list[int]
 
 
 class Three(NamedTuple):
-    """Row numbers by part."""
-
     train: list[int]
     validation: list[int]
     test: list[int]
@@ -170,12 +156,10 @@ def split_three(
 def split_tools(
     counts: Mapping[str, int], *, seed: int, val_ratio: float = 0.05, strict: bool = False
 ) -> dict[str, Held]:
-    """Shuffles the row numbers of each tool: the first ones are held out, at least one.
+    """Shuffles the row numbers of each tool; the first ones are held out, at least one.
 
-    Args:
-        counts: rows by tool, in the order in which the tools first appear: one random generator
-            shuffles them one after the other.
-        strict: a tool's only row is for training; else it is in both parts.
+    `counts` has the tools in the order in which they first appear: one random generator shuffles
+    them one after the other. `strict`: a tool's only row is for training; else it is in both parts.
     """
     rng = random.Random(seed)
     held: dict[str, Held] = {}
@@ -195,11 +179,8 @@ def split_tools_by_group(
 ) -> dict[str, Held]:
     """Splits by groups of rows: a group (a task) is held out for all tools, or for none.
 
-    Every tool with several groups has rows in both parts wherever possible; a tool with one group
-    is for training.
-
-    Args:
-        groups: for each tool, in the order in which the tools first appear, the group of each row.
+    Every tool with several groups has rows in both parts wherever possible. `groups`: for each
+    tool, in the order in which the tools first appear, the group of each row.
     """
     rng = random.Random(seed)
     names = list(dict.fromkeys(name for rows in groups.values() for name in rows))

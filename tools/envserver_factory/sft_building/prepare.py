@@ -1,10 +1,7 @@
 """Prepares a data set, or the plans of a teacher, for fine-tuning: train, validation and test as
 JSONL, and summary.json.
 
-In: rows, and a function from a row to an example. Out: a folder, complete or absent; `summary.json`
-has the source of the rows, the size of each part, the dropped rows by reason, the sha256 of each
-file, and counts of each tool and each shape of plan. Kept rows + dropped rows = read rows; the
-parts are `split_three` of the kept rows in reading order.
+Kept rows + dropped rows = read rows; the parts are `split_three` of the kept rows in reading order.
 """
 
 from __future__ import annotations
@@ -31,24 +28,14 @@ Json = dict[str, Any]
 OnProgress = Callable[[int], None]
 """Called with the number of rows read so far."""
 Check = Callable[[Path], Iterator[str | None]]
-"""Gets a JSONL file of {"task": row, "response": text}; yields for each line why it is wrong, None
-where it is right.
-"""
+"""Gets a JSONL file of {"task": row, "response": text}; yields for each line its fault or None."""
 
 SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Options of the files.
-
-    Args:
-        seed: shuffle seed.
-        val_ratio, test_ratio: shares, rounded down; a share of 0 has no file.
-        form: form of the lines.
-        template: renders conversations of the form `prompt` as text.
-        check: keeps only the examples that it finds right.
-    """
+    """Options of the files; `check` keeps only the examples that it finds right."""
 
     seed: int
     val_ratio: float
@@ -135,7 +122,6 @@ def _right(
 def _written(
     folder: Path, parts: Three, kept: list[int], spool: Spool, plan: Plan
 ) -> dict[str, str]:
-    """Writes the parts; returns the sha256 of each file."""
     shares = {"train": 1.0, "validation": plan.val_ratio, "test": plan.test_ratio}
     return {
         name: write_lines(folder / f"{name}.jsonl", spool.lines(kept[number] for number in part))
@@ -163,8 +149,6 @@ _LEVELS = ("introductory", "intermediate", "advanced")
 
 @dataclass(frozen=True)
 class Selection:
-    """The choice among usable rows."""
-
     rows: int | None = None
     balance: Balance = "none"
     seed: int = 7
@@ -186,7 +170,6 @@ class _Candidate:
 
 
 def write_plans(groups: Path, out: Path, selection: Selection) -> Json:
-    """Writes the rows of `groups` to `out`; returns counts for a summary."""
     dropped: Counter[str] = Counter()
     spent: Counter[str] = Counter()
     found: list[_Candidate] = []
@@ -216,8 +199,7 @@ def write_plans(groups: Path, out: Path, selection: Selection) -> Json:
 
 
 def balanced(cells: Sequence[Hashable], wanted: int, *, seed: int) -> list[int]:
-    """Returns `wanted` positions of `cells` in order: of each value equally many, as far as there
-    are; all positions if there are fewer."""
+    """Returns `wanted` positions in order, of each value equally many, as far as there are."""
     of_cell: dict[Hashable, list[int]] = defaultdict(list)
     for position, cell in enumerate(cells):
         of_cell[cell].append(position)

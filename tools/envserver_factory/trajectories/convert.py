@@ -1,10 +1,8 @@
 """Converts files of trajectories in any known form to unified trajectories.
 
-In: JSON or JSONL documents, each one of: a unified trajectory; a trace of the text protocol
-(`traces`); a group of `envserver process`; a foreign trajectory; and samples of Inspect's logs
-(`documents`). Out: for each trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a
-.jsonl file. Every written trajectory is valid (`problems_of`), task ids are unique, and each
-skipped document is reported with its place and the reason. Known keys of a foreign trajectory:
+Documents are a unified trajectory; a trace of the text protocol; a group of `envserver process`; a
+sample of Inspect's logs; or a foreign trajectory. Every written trajectory is valid, task ids are
+unique, and each skipped document is reported. Known keys of a foreign trajectory:
 
     question      task, question, problem, prompt, query, instruction, title; at the top or deeper
     final_answer  final_answer, final, answer, solution, result, completion; else the assistant's
@@ -14,10 +12,9 @@ skipped document is reported with its place and the reason. Known keys of a fore
                   response, observation, result
     metadata      start_ts, end_ts, model, seed, reward, under their usual names
 
-Everything else is kept: of an action beside its own keys, of the document in `metadata.raw`. A file
-with an action that has no tool, input or output is refused: nothing is invented. The keys that
-ojo1996's VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are among these, with the same
-meaning.
+Everything else is kept: of an action beside its own keys, of the document in `metadata.raw`. An
+action without tool, input and output is refused: nothing is invented. The keys that ojo1996's
+VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are among these, with the same meaning.
 """
 
 from __future__ import annotations
@@ -73,7 +70,6 @@ _UNKNOWN = "unknown"
 
 
 def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
-    """Returns `value` as a unified trajectory."""
     document = _document(value)
     messages = _messages(document)
     key = _key_of_actions(document)
@@ -273,13 +269,6 @@ Failed = Callable[[str, str], None]
 
 @dataclass
 class Report:
-    """Counts of a conversion.
-
-    Args:
-        read, failed: documents.
-        written: trajectories by domain.
-    """
-
     read: int = 0
     failed: int = 0
     written: dict[str, int] = field(default_factory=dict)
@@ -326,8 +315,6 @@ def convert(
 
 
 class Converter:
-    """Converts documents to unified trajectories and keeps ids unique."""
-
     def __init__(self, domain: str | None = None, *, tokens: bool = False) -> None:
         self._domain = domain
         self._groups = Unified(Options(jsonl=True, tokens=tokens))
@@ -441,7 +428,7 @@ class _Folder:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Does nothing: every file is already closed."""
+        """Every file is already closed."""
 
     def put(self, trajectory: Json) -> None:
         place = self._out / trajectory["domain"] / file_name(trajectory["task_id"])

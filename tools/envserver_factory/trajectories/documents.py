@@ -1,10 +1,7 @@
 """Reads trajectories from files, and checks them.
 
-A document is a `.json` file, a line of `.jsonl` or a sample of a log of Inspect.
-
-In: files, folders (recursively) and globs. Out: each document with its place, one at a time, files
-in the order of their paths; an unreadable document comes with the reason. Files that describe a
-folder (MANIFEST.json, SUMMARY.json) are skipped.
+A document is a `.json` file, a line of `.jsonl` or a sample of a log of Inspect; an unreadable one
+comes with the reason. Files that describe a folder (MANIFEST.json, SUMMARY.json) are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ class Document:
 
     @property
     def place(self) -> str:
-        """Returns its place for people: `file.json`, or `file.jsonl, line 7`."""
+        """`file.json`, or `file.jsonl, line 7`."""
         part = self.part if self.line is None else f"line {self.line}"
         return f"{self.path}, {part}" if part else str(self.path)
 
@@ -62,13 +59,11 @@ _VALUES: Final = {
 
 
 def is_inspect_log(value: Any) -> bool:
-    """Returns whether a JSON document is a log of Inspect."""
     spec = value.get("eval") if isinstance(value, dict) else None
     return isinstance(spec, dict) and "task" in spec and "status" in value
 
 
 def inspect_documents(path: Path) -> Iterator[Document]:
-    """Yields a document for each sample of a log."""
     require_inspect()
     size = path.stat().st_size
     samples = _samples(path)
@@ -300,8 +295,6 @@ Bad = Callable[[str, str], None]
 
 @dataclass
 class Report:
-    """Counts of a validation."""
-
     files: int = 0
     bad_files: int = 0
     documents: int = 0
@@ -315,7 +308,6 @@ def validate(
     on_progress: OnProgress = lambda count, size: None,
     domains: Collection[str] = DOMAINS,
 ) -> Report:
-    """Checks every trajectory of `sources`."""
     report = Report()
     seen: dict[Path, set[bytes]] = {}
     wrong: set[Path] = set()
