@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
@@ -45,7 +45,8 @@ from envserver.running.evaluation_folder import write_report, write_run_file
 from envserver.running.prices import pricing_of
 from envserver.settings.config import OpenAIConfig
 
-from .run_settings import LmEvalSettings
+if TYPE_CHECKING:
+    from .commands.environments import LmEvalSettings
 
 _CALLS = "calls.json"
 _PATHS = {"chat": "chat/completions", "completions": "completions"}

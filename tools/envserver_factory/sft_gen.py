@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -31,7 +31,8 @@ from envserver.running.metrics import Tally
 from envserver.running.mix import RunSpec
 from envserver.running.stopping import Ending, Stop, run_until_stopped
 
-from .run_settings import SftSettings
+if TYPE_CHECKING:
+    from .commands.environments import SftSettings
 
 Decode = Callable[[list[int]], str]
 

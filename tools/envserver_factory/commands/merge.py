@@ -85,16 +85,16 @@ class MergeSettings(Section):
     """Replace existing merged models."""
 
 
-COMMAND = CommandSpec(
+MERGE = CommandSpec(
     "merge", SUMMARY, MergeSettings, usage="--base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
 )
 
 
-def run(argv: list[str]) -> int:
+def run_merge(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
 
-    settings = COMMAND.read(argv)
+    settings = MERGE.read(argv)
     console = Console(stderr=True)
     with _ended_by_sigterm():
         try:
@@ -111,7 +111,7 @@ def run(argv: list[str]) -> int:
 
 def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
     from ..merging.checks import Allowed, Method, merge_with
-    from ..merging.recipe import Recipe, Vector, parse_parts
+    from ..merging.writing import Recipe, Vector, parse_parts
 
     vectors = parse_parts(settings.add)
     if (settings.rl is None) != (settings.sft is None):

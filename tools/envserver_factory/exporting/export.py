@@ -412,7 +412,7 @@ DROPPED = {
 
 @dataclass
 class Tally:
-    """The result of an export; `dropped` by the first reason. Pairs may leave out `kept` rollouts."""
+    """The result of an export; `dropped` by the first reason. `kept` may be in no pair."""
 
     groups: int = 0
     rollouts: int = 0

@@ -9,6 +9,6 @@ nearest, ties to even.
 from __future__ import annotations
 
 from .passes import Merged, merge
-from .recipe import Recipe, Vector
+from .writing import Recipe, Vector
 
 __all__ = ["Merged", "Recipe", "Vector", "merge"]

@@ -20,9 +20,8 @@ from typing import Any, Final
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
 
-from .recipe import Recipe
 from .tensors import Model, Tensor, Weights, is_adapter
-from .writing import Made, appearing, check_places, digest_of, facts_of, write_card
+from .writing import Made, Recipe, appearing, check_places, digest_of, facts_of, write_card
 
 FAST: Final = "tokenizer.json"
 _OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")

@@ -15,7 +15,6 @@ from envserver_records.files import replacing_path, storing
 from numpy.typing import NDArray
 
 from .checks import Allowed, Names, check
-from .recipe import Recipe
 from .tensors import (
     Adapted,
     File,
@@ -31,6 +30,7 @@ from .tensors import (
 )
 from .writing import (
     Made,
+    Recipe,
     Report,
     WeightsWriter,
     appearing,

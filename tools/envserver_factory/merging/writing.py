@@ -1,6 +1,8 @@
-"""Writes merged weights: safetensors files in pieces, folders that appear when complete.
+"""What is merged (`Recipe`), and how it is written: in pieces; folders appear when complete.
 
-An aborted merge leaves nothing but the folders that existed before.
+A recipe is `base + alpha * (w1 * (plus1 - minus1) + w2 * (plus2 - minus2) + ...)`: task arithmetic
+(Ilharco et al., "Editing Models with Task Arithmetic", 2022). An aborted merge
+leaves nothing but the folders that existed before.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -21,13 +24,84 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from envserver_records.errors import ConflictError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from envserver_records.files import replace_folder, sync_tree
 
 from envserver.version import __version__
 
-from .recipe import Recipe
 from .tensors import INDEX, File, Model
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A difference of two models and its weight; `minus` None stands for the base.
+
+    `plus` may also be the file of a task vector, which is the difference itself.
+    """
+
+    plus: Path
+    minus: Path | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    base: Path
+    vectors: tuple[Vector, ...]
+    alphas: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if not self.vectors:
+            raise ConfigError(
+                "Nothing is to be added to the base.",
+                hint="--rl DIR --sft DIR adds alpha * (rl - sft); --add DIR=0.3 adds a part of "
+                "what DIR has beyond the base.",
+            )
+        if not self.alphas or len(set(self.alphas)) < len(self.alphas):
+            raise ConfigError("--alpha needs numbers, each once.")
+        for vector in self.vectors:
+            if vector.minus is not None and (vector.plus.is_file() or vector.minus.is_file()):
+                raise ConfigError(
+                    "--rl and --sft take models; a task vector is a difference already.",
+                    hint="Add it with --add FILE.",
+                )
+        for number in (*self.alphas, *(vector.weight for vector in self.vectors)):
+            if not math.isfinite(number):
+                raise ConfigError(f"{number} is not a weight: it must be finite.")
+
+    def formula(self, alpha: str = "alpha") -> str:
+        inside = self.difference()
+        return f"{self.base.name} + {alpha} * {inside if len(self.vectors) == 1 else f'({inside})'}"
+
+    def difference(self) -> str:
+        return " + ".join(
+            f"{'' if one.weight == 1 else f'{one.weight:g} * '}{self._difference(one)}"
+            for one in self.vectors
+        )
+
+    def _difference(self, vector: Vector) -> str:
+        if vector.plus.is_file():
+            return vector.plus.name
+        return f"({vector.plus.name} - {(vector.minus or self.base).name})"
+
+
+def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
+    """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; weight 1 without
+    `=`.
+    """
+    vectors = []
+    for word in words:
+        folder, equals, weight = word.rpartition("=")
+        if not equals:
+            folder, weight = word, "1"
+        try:
+            vectors.append(Vector(Path(folder), None, float(weight)))
+        except ValueError as error:
+            raise ConfigError(
+                f"--add {word}: {weight!r} is not a number.", hint="For example: --add DIR=0.3"
+            ) from error
+    return tuple(vectors)
+
 
 RECIPE: Final = "merge.json"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

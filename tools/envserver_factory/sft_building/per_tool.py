@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from envserver.folders import shipped
 
-from ..trajectories.documents import Document, objects
-from .folder import (
+from ..trajectories import Document, objects
+from . import (
     Held,
     Spool,
     new_folder,
