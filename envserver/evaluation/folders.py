@@ -17,7 +17,7 @@ from envserver_records.costs import Prices, part
 from envserver_records.errors import InputError, UsageError
 from envserver_records.records import Split
 
-from ..export.stored_sources import files_of
+from ..export.stored_sources import files_of, records
 from ..settings.runs import Failures, Truncated
 from .report import (
     Counted,
@@ -113,7 +113,7 @@ def _harvested(
         if "," in name and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
     by_filter: dict[str, list[Json]] = {}
-    for line in _lines(samples):
+    for line in records(samples, Json, "a sample of the harness"):
         by_filter.setdefault(line.get("filter", "none"), []).append(line)
     better = results.higher_is_better.get(task, {})
     for name in values:
@@ -159,24 +159,12 @@ def _value(line: Json, measure: str) -> list[float]:
     return [float(value)] if isinstance(value, (int, float)) and 0 <= value <= 1 else []
 
 
-def _lines(path: Path) -> Iterator[Json]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield msgspec.json.decode(line, type=Json)
-            except msgspec.DecodeError as error:
-                raise InputError(
-                    f"{path}, line {number} is not a sample of the harness: {error}.",
-                    place=f"line {number}",
-                ) from error
-
-
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
     path = folder / SAMPLES_FILE
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
     rules = counted.rules(group_size=1, seed=0)
-    results = _harness_results(list(_lines(path)), run)
+    results = _harness_results(list(records(path, Json, "a sample of the harness")), run)
     return Report(
         env=run.task,
         name=name or run.task,

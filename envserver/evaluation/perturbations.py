@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from envserver_records.errors import ConfigError, InputError
+from envserver_records.errors import ConfigError
 from envserver_records.records import Task
+
+from ..export.stored_sources import records
 
 QUESTIONS: Final = ("question", "query", "problem", "instruction", "prompt")
 """Names under which the public part of a task may hold its question; the first one counts."""
@@ -126,22 +129,12 @@ class _Line(msgspec.Struct):
 
 def _read(path: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = []
-    counts: dict[str, int] = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.", place=str(path)) from error
-    for number, line in enumerate(lines, 1):
-        try:
-            one = msgspec.json.decode(line, type=_Line)
-        except msgspec.DecodeError as error:
-            raise InputError(
-                f"{path}, line {number} is not a paraphrase: {error}.", place=f"line {number}"
-            ) from error
-        place = counts[one.task_id] = counts.get(one.task_id, -1) + 1
-        if place == len(found):
+    counts: Counter[str] = Counter()
+    for line in records(path, _Line, "a paraphrase"):
+        if counts[line.task_id] == len(found):
             found.append({})
-        found[place][one.task_id] = one.question
+        found[counts[line.task_id]][line.task_id] = line.question
+        counts[line.task_id] += 1
     return found
 
 

@@ -14,11 +14,10 @@ from typing import Final
 import msgspec
 import orjson
 from envserver_records.costs import Cost, JudgeUsage, Prices
-from envserver_records.errors import InputError
 from envserver_records.records import Task
 
 from ..actions import CUT
-from ..export.stored_sources import opened
+from ..export.stored_sources import records
 from .estimators import Estimate, estimate
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the
@@ -215,20 +214,10 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
     """Yields the groups of a file, compressed or not, without an unfinished last line."""
-    decoder = msgspec.json.Decoder(_Line)
-    with opened(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                facts = decoder.decode(line).envserver
-            except msgspec.DecodeError as error:
-                if not line.endswith(b"\n"):
-                    return  # its writer was killed, or is at it
-                raise InputError(
-                    f"{path}, line {number} is not a group of this project: {error}.",
-                    place=f"line {number}",
-                ) from error
-            facts.rollouts = [one.counted() for one in facts.rollouts]
-            yield facts
+    for line in records(path, _Line, "a group of this project", may_be_torn=True):
+        facts = line.envserver
+        facts.rollouts = [one.counted() for one in facts.rollouts]
+        yield facts
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -256,20 +245,7 @@ def digest_of(asked: object) -> str:
 
 
 def read_tasks(path: Path) -> list[TaskFacts]:
-    decoder = msgspec.json.Decoder(TaskFacts)
-    found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.", place=str(path)) from error
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise InputError(
-                f"{path}, line {number} is not a task: {error}.", place=f"line {number}"
-            ) from error
-    return found
+    return list(records(path, TaskFacts, "a task"))
 
 
 def results_of_tasks(

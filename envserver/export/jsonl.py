@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,11 +20,12 @@ import msgspec
 import numpy as np
 import orjson
 import structlog
-from envserver_records.errors import ConfigError, Failure, InputError, StoreError
+from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.files import replacing_path, write_failure
 from envserver_records.records import Group, Split, Tokens, Trajectory, chained, digest_after
-from envserver_records.tasks import TurnReward, range_as_json, range_from_json
+from envserver_records.tasks import range_as_json, range_from_json
 from envserver_records.timings import compact_timing
+from msgspec.structs import asdict
 
 from ..formats.atropos import ScoreRange, expert_rows, group_to_atropos, image_data
 from ..rollouts.estimates import Scored, scored
@@ -146,6 +148,12 @@ def cut_torn_line(file: IO[bytes]) -> int:
 log = structlog.get_logger()
 
 SCHEMA_VERSION = 1
+_OF_GROUP = (
+    *("group_id", "index", "env", "task_id", "split", "seed", "model", "policy_version"),
+    *("rendering", "services", "created_at"),
+)
+_OF_ROLLOUT = ("output", "finish_reason", "truncated", "limit", "turns", "tools", "flags")
+_IF_ANY = ("hooks", "egress", "timings", "attempts", "printed")
 _BEGINNING = b'{"tokens"'
 
 
@@ -163,19 +171,9 @@ def group_line(
     )
     line["envserver"] = {
         "schema_version": SCHEMA_VERSION,
-        "group_id": group.group_id,
-        "index": group.index,
-        "env": group.env,
-        "task_id": group.task_id,
-        "split": group.split,
-        "seed": group.seed,
-        "model": group.model,
-        "policy_version": group.policy_version,
-        "rendering": group.rendering,
-        "services": group.services,
-        "created_at": group.created_at,
+        **{name: getattr(group, name) for name in _OF_GROUP},
         "rollouts": _rollouts(group.trajectories, include_actions, include_messages),
-        "failures": [_failure(failure) for failure in group.failures],
+        "failures": [asdict(failure) for failure in group.failures],
         "asked": group.asked,
         "lost": group.lost,
         "reward_range": range_as_json(group.reward_range),
@@ -213,21 +211,15 @@ def _rollouts(
                 "components": trajectory.score.components,
                 "metrics": trajectory.score.metrics,
                 "rewards": trajectory.score.rewards,
-                "turn_rewards": [_turn(one) for one in trajectory.score.turns],
-                "logged_turn_rewards": [_turn(one) for one in trajectory.turn_rewards],
+                "turn_rewards": [asdict(reward) for reward in trajectory.score.turns],
+                "logged_turn_rewards": [asdict(reward) for reward in trajectory.turn_rewards],
                 "agent_calls": trajectory.agent_calls,
                 "agent_metrics": trajectory.metrics,
-                "output": trajectory.output,
-                "finish_reason": trajectory.finish_reason,
-                "truncated": trajectory.truncated,
-                "limit": trajectory.limit,
-                "turns": trajectory.turns,
-                "tools": trajectory.tools,
-                "flags": trajectory.flags,
+                **{name: getattr(trajectory, name) for name in _OF_ROLLOUT},
                 "versions": [_spans(row.versions) for row in trajectory.sequences],
                 "agents": [row.agent for row in trajectory.sequences],
                 "row_flags": [row.flags for row in trajectory.sequences],
-                "others": [msgspec.structs.asdict(other) for other in trajectory.others],
+                "others": [asdict(other) for other in trajectory.others],
                 "usage": msgspec.to_builtins(trajectory.usage),
                 "started_at": trajectory.started_at,
             }
@@ -236,16 +228,11 @@ def _rollouts(
             facts[-1]["messages"] = trajectory.messages
         if include_actions:
             facts[-1]["actions"] = trajectory.actions
-        if trajectory.hooks:
-            facts[-1]["hooks"] = msgspec.to_builtins(trajectory.hooks)
-        if trajectory.egress:
-            facts[-1]["egress"] = msgspec.to_builtins(trajectory.egress)
-        if trajectory.timings:
-            facts[-1]["timings"] = [compact_timing(one) for one in trajectory.timings]
-        if trajectory.attempts:
-            facts[-1]["attempts"] = msgspec.to_builtins(trajectory.attempts)
-        if trajectory.printed:
-            facts[-1]["printed"] = msgspec.to_builtins(trajectory.printed)
+        for name in _IF_ANY:
+            if (values := getattr(trajectory, name)) and name != "timings":
+                facts[-1][name] = msgspec.to_builtins(values)
+            elif values:
+                facts[-1][name] = [compact_timing(timing) for timing in values]
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows
@@ -258,26 +245,11 @@ def _has_row_of_main_agent(trajectory: Trajectory) -> bool:
     return not agents <= others
 
 
-def _turn(reward: TurnReward) -> dict[str, Any]:
-    return msgspec.structs.asdict(reward)
-
-
 def _spans(versions: Tokens) -> list[list[int]]:
     """Returns runs of equal values as [value, start, end)."""
     ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
     starts = [0, *ends[:-1]]
     return [[int(versions[start]), start, end] for start, end in zip(starts, ends, strict=True)]
-
-
-def _failure(failure: Failure) -> dict[str, Any]:
-    return {
-        "kind": failure.kind,
-        "blame": failure.blame,
-        "outcome": failure.outcome,
-        "message": failure.message,
-        "hint": failure.hint,
-        "detail": failure.detail,
-    }
 
 
 class JsonlSink:
@@ -286,11 +258,7 @@ class JsonlSink:
         path: Path,
         file: OutputFile,
         written: _Written,
-        *,
-        include_messages: bool,
-        include_actions: bool,
-        include_experts: bool,
-        score_range: ScoreRange,
+        line_of: Callable[[Group], bytes],
     ) -> None:
         self.path = path
         self.already = len(written.group_ids)
@@ -298,10 +266,7 @@ class JsonlSink:
         self._done = written.group_ids
         self._at_first = frozenset(written.group_ids)
         self._models = written.models
-        self._include_messages = include_messages
-        self._include_actions = include_actions
-        self._include_experts = include_experts
-        self._score_range = score_range
+        self._line_of = line_of
         self._lock = asyncio.Lock()
 
     def already_of(self, prefix: str) -> int:
@@ -318,14 +283,7 @@ class JsonlSink:
             )
 
     async def put(self, group: Group) -> None:
-        line = await asyncio.to_thread(
-            group_line,
-            group,
-            include_messages=self._include_messages,
-            include_actions=self._include_actions,
-            include_experts=self._include_experts,
-            score_range=self._score_range,
-        )
+        line = await asyncio.to_thread(self._line_of, group)
         async with self._lock:
             if group.group_id in self._done:
                 return
@@ -368,16 +326,19 @@ async def open_sink(
             if tell is not None and resume:
                 await asyncio.to_thread(_read_dropped, failures_path(path), tell)
             cut_torn_line(file)
+        line_of = functools.partial(
+            group_line,
+            include_messages=include_messages,
+            include_actions=include_actions,
+            include_experts=include_experts,
+            score_range=score_range,
+        )
         with contextlib.closing(OutputFile(path, file, replaces=overwrite)) as output:
-            yield JsonlSink(
-                path,
-                output,
-                written,
-                include_messages=include_messages,
-                include_actions=include_actions,
-                include_experts=include_experts,
-                score_range=score_range,
-            )
+            yield JsonlSink(path, output, written, line_of)
+
+
+class _Rollout(msgspec.Struct):
+    reward: float | None = None
 
 
 class _Facts(msgspec.Struct):
@@ -388,13 +349,6 @@ class _Facts(msgspec.Struct):
     model: str
     task_id: str = ""
     policy_version: int = -1
-
-
-class _Rollout(msgspec.Struct):
-    reward: float | None = None
-
-
-class _ScoredFacts(_Facts):
     rollouts: list[_Rollout] = []
     reward_range: dict[str, float | None] = {}
 
@@ -403,10 +357,6 @@ class _Line(msgspec.Struct):
     """The part of a line that resuming needs; the decoder skips the rest."""
 
     envserver: _Facts
-
-
-class _ScoredLine(msgspec.Struct):
-    envserver: _ScoredFacts
 
 
 class _Dropped(msgspec.Struct):
@@ -423,9 +373,7 @@ class _Written(msgspec.Struct):
 def _read(
     path: Path, expected: list[dict[str, Any]], tell: Callable[[Scored], None] | None
 ) -> _Written:
-    decoder: msgspec.json.Decoder[_Line | _ScoredLine] = msgspec.json.Decoder(
-        _Line if tell is None else _ScoredLine
-    )
+    decoder = msgspec.json.Decoder(_Line)
     written = _Written(set(), set())
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -451,8 +399,6 @@ def _read(
 
 
 def _news(facts: _Facts) -> Scored | None:
-    if not isinstance(facts, _ScoredFacts):
-        return None
     return scored(
         facts.group_id,
         facts.env,
@@ -505,11 +451,11 @@ class FailuresFile:
 
     def write(self, event: Event) -> None:
         if isinstance(event, RolloutFailed):
-            self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
+            self._append({"event": "rollout_failed", **_facts(event), **asdict(event.failure)})
         elif isinstance(event, GroupDropped):
             self._append(
                 {"event": "group_dropped", **_facts(event)}
-                | {"scored": None if event.scored is None else msgspec.structs.asdict(event.scored)}
+                | {"scored": None if event.scored is None else asdict(event.scored)}
             )
 
     def _append(self, line: dict[str, Any]) -> None:

@@ -71,8 +71,34 @@ class StoredRow:
     experts: Table | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRollout:
+class _Shared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The fields that a rollout has in the same form in a line and when it is read."""
+
+    rollout_id: str
+    attempt: int = 0
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    turn_rewards: list[TurnReward] = []
+    logged_turn_rewards: list[TurnReward] = []
+    agent_calls: dict[str, list[int]] = {}
+    output: Any = None
+    finish_reason: str | None = None
+    truncated: bool = False
+    limit: str | None = None
+    turns: int = 0
+    flags: list[str] = []
+    tools: list[Json] = []
+    actions: list[Json] | None = None
+    others: list[Json] = []
+    usage: Json = {}
+    hooks: list[HookEvent] = []
+    egress: list[EgressRequest] = []
+    started_at: float = 0.0
+    attempts: list[FailedAttempt] = []
+    printed: list[Printed] = []
+
+
+class StoredRollout(_Shared, frozen=True, kw_only=True, eq=False):
     """One rollout with its score. Fields as in `records.Result`, `Trajectory` and `Group`, and:
 
     Args:
@@ -93,34 +119,12 @@ class StoredRollout:
     model: str
     policy_version: int
     created_at: float
-    rollout_id: str
-    attempt: int
-    reward: float | None
+    reward_range: RewardRange
     components: dict[str, float]
     metrics: dict[str, float]
-    rewards: dict[str, float]
-    turn_rewards: list[TurnReward]
-    logged_turn_rewards: list[TurnReward]
-    agent_calls: dict[str, list[int]]
-    reward_range: RewardRange
     agent_metrics: dict[str, float]
-    output: Any
-    finish_reason: str | None
-    truncated: bool
-    limit: str | None
-    turns: int
-    flags: list[str]
-    tools: list[Json]
     messages: list[Message]
-    actions: list[Json] | None
-    others: list[Json]
-    usage: Json
-    hooks: list[HookEvent]
-    egress: list[EgressRequest]
-    started_at: float
     timings: list[Timing]
-    attempts: list[FailedAttempt]
-    printed: list[Printed]
     rows: list[StoredRow]
 
     @property
@@ -218,35 +222,13 @@ def names_of_foreign(env_id: Any, group_id: Any, place: str) -> tuple[str, str]:
     return str(env_id or "atropos"), str(group_id or here)
 
 
-class _Rollout(msgspec.Struct):
-    rollout_id: str
+class _Rollout(_Shared, frozen=True, kw_only=True, eq=False):
     rows: list[int]
-    attempt: int = 0
-    reward: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
-    rewards: dict[str, float] = {}
-    turn_rewards: list[TurnReward] = []
-    logged_turn_rewards: list[TurnReward] = []
-    agent_calls: dict[str, list[int]] = {}
     agent_metrics: dict[str, float] | None = None
-    output: Any = None
-    finish_reason: str | None = None
-    truncated: bool = False
-    limit: str | None = None
-    turns: int = 0
-    flags: list[str] = []
-    tools: list[Json] = []
-    actions: list[Json] | None = None
-    others: list[Json] = []
     messages: list[Message] | None = None
-    usage: Json = {}
-    hooks: list[HookEvent] = []
-    egress: list[EgressRequest] = []
-    started_at: float = 0.0
     timings: list[Json] = []
-    attempts: list[FailedAttempt] = []
-    printed: list[Printed] = []
     versions: list[list[list[int]]] = []
     agents: list[str | None] = []
     row_flags: list[list[str]] = []
@@ -328,46 +310,22 @@ def _conversation(columns: _Line, parsed: _Rollout) -> list[Message]:
     return columns.messages[next(rows, parsed.rows[0])]
 
 
+_OF_GROUP: Final = (
+    *("env", "task_id", "group_id", "index", "split", "seed", "model", "policy_version"),
+    "created_at",
+)
+
+
 def _stored(columns: _Line, facts: _Facts, parsed: _Rollout) -> StoredRollout:
-    messages = _conversation(columns, parsed)
     return StoredRollout(
-        env=facts.env,
-        task_id=facts.task_id,
-        group_id=facts.group_id,
-        index=facts.index,
-        split=facts.split,
-        seed=facts.seed,
-        model=facts.model,
-        policy_version=facts.policy_version,
-        created_at=facts.created_at,
-        rollout_id=parsed.rollout_id,
-        attempt=parsed.attempt,
-        reward=parsed.reward,
+        **{name: getattr(facts, name) for name in _OF_GROUP},
+        **{name: getattr(parsed, name) for name in _Shared.__struct_fields__},
+        reward_range=range_from_json(facts.reward_range),
         components=parsed.components or {},
         metrics=parsed.metrics or {},
-        rewards=parsed.rewards,
-        turn_rewards=parsed.turn_rewards,
-        logged_turn_rewards=parsed.logged_turn_rewards,
-        agent_calls=parsed.agent_calls,
-        reward_range=range_from_json(facts.reward_range),
         agent_metrics=parsed.agent_metrics or {},
-        output=parsed.output,
-        finish_reason=parsed.finish_reason,
-        truncated=parsed.truncated,
-        limit=parsed.limit,
-        turns=parsed.turns,
-        flags=parsed.flags,
-        tools=parsed.tools,
-        messages=messages,
-        actions=parsed.actions,
-        others=parsed.others,
-        usage=parsed.usage,
-        hooks=parsed.hooks,
-        egress=parsed.egress,
-        started_at=parsed.started_at,
+        messages=_conversation(columns, parsed),
         timings=[timing_from_json(one) for one in parsed.timings],
-        attempts=parsed.attempts,
-        printed=parsed.printed,
         rows=[
             _row(columns, facts, row, parsed, number)
             for number, row in enumerate(parsed.rows)
@@ -457,16 +415,12 @@ def group_record(stored: StoredGroup) -> Group:
     )
 
 
+_SAME: Final = set(Trajectory.__struct_fields__) & set(StoredRollout.__struct_fields__)
+
+
 def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
-    known = {
-        "rollout_id": rollout.rollout_id,
-        "attempt": rollout.attempt,
-        "task_id": rollout.task_id,
-        "env": rollout.env,
+    known = {name: getattr(rollout, name) for name in _SAME} | {
         "sequences": [_sequence(*one, rollout.timings) for one in enumerate(rollout.rows)],
-        "messages": rollout.messages,
-        "tools": rollout.tools,
-        "output": rollout.output,
         "score": Score(
             reward=rollout.reward,
             components=rollout.components,
@@ -474,23 +428,11 @@ def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) 
             rewards=rollout.rewards,
             turns=rollout.turn_rewards,
         ),
-        "finish_reason": rollout.finish_reason,
-        "truncated": rollout.truncated,
-        "limit": rollout.limit,
-        "turns": rollout.turns,
         "usage": msgspec.convert(rollout.usage, Usage, strict=False),
-        "flags": rollout.flags,
         "metrics": rollout.agent_metrics,
         "actions": rollout.actions or [],
         "others": msgspec.convert(rollout.others, list[Conversation]),
         "turn_rewards": rollout.logged_turn_rewards,
-        "agent_calls": rollout.agent_calls,
-        "hooks": rollout.hooks,
-        "egress": rollout.egress,
-        "started_at": rollout.started_at,
-        "timings": rollout.timings,
-        "attempts": rollout.attempts,
-        "printed": rollout.printed,
     }
     more = {key: raw[key] for key in Trajectory.__struct_fields__ if key in raw} if raw else {}
     return Trajectory(**known, **_converted(Trajectory, more, {*known, "calls", "service_calls"}))

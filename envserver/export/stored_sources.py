@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import glob
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -78,7 +80,8 @@ def _about_tasks(path: Path) -> bool:
 @contextlib.contextmanager
 def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
     try:
-        file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)
+        counted = None if on_bytes is None else io.BufferedReader(_Counted(path, on_bytes), _BUFFER)
+        file: Any = path.open("rb") if counted is None else counted
     except OSError as error:
         raise NotFoundError(f"{path} cannot be opened: {error.strerror}.") from error
     with file:
@@ -92,12 +95,7 @@ def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
             raise InputError(f"{path} is damaged or cut off: {error}.", place=str(path)) from error
 
 
-class _Counted(io.BufferedReader):
-    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
-        super().__init__(_CountedRaw(path, on_bytes), _BUFFER)
-
-
-class _CountedRaw(io.FileIO):
+class _Counted(io.FileIO):
     def __init__(self, path: Path, on_bytes: OnBytes) -> None:
         super().__init__(path, "rb")
         self._on_bytes = on_bytes
@@ -106,6 +104,28 @@ class _CountedRaw(io.FileIO):
         number = super().readinto(buffer)
         self._on_bytes(number or 0)
         return number
+
+
+T = TypeVar("T")
+
+
+def records(path: Path, kind: type[T], what: str, *, may_be_torn: bool = False) -> Iterator[T]:
+    """Yields the lines of a file, each decoded as `kind`; an error names the place of one that is
+    not `what`, unless it is the unfinished last one of a file that `may_be_torn`."""
+    decoder = msgspec.json.Decoder(kind)
+    if not path.exists():
+        reason = os.strerror(errno.ENOENT)
+        raise InputError(f"{path} cannot be read: {reason}.", place=str(path))
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                if may_be_torn and not line.endswith(b"\n"):
+                    return  # its writer was killed, or is at it
+                raise InputError(
+                    f"{path}, line {number} is not {what}: {error}.", place=f"line {number}"
+                ) from error
 
 
 def file_groups(path: Path, on_bytes: OnBytes | None) -> Iterator[RawGroup]:

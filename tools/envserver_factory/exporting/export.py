@@ -7,7 +7,6 @@ beside it 16 bytes for each rollout if duplicates are looked for, and the evalua
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import json
@@ -34,19 +33,10 @@ from .formats import Format, finish, place_for, writer_of
 
 Choice = Literal["all", "best", "shortest"]
 
-NAMES = (
-    *(field.name for field in dataclasses.fields(StoredRollout)),
-    *("domain", "length", "sampled", "failed"),
-)
+NAMES = (*StoredRollout.__struct_fields__, "domain", "length", "sampled", "failed")
 """Names that an expression may use."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "len": len,
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "sum": sum,
-    "any": any,
-    "all": all,
+    one.__name__: one for one in (len, min, max, abs, sum, any, all)
 }
 
 
