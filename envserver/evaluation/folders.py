@@ -176,8 +176,6 @@ def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -
         rules=rules,
         settings=run.settings,
         run=report_run(results, rules, counted.prices),
-        baselines={},
-        differences={},
         prices=counted.prices,
         harness=run.facts,
     )
@@ -422,8 +420,6 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
         rules=rules,
         settings={"environment": env, "env": {"split": groups[0].split, "seed": groups[0].seed}},
         run=report_run(list(results.values()), rules, counted.prices),
-        baselines={},
-        differences={},
         prices=counted.prices,
     )
 

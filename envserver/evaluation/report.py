@@ -6,7 +6,7 @@ Every number has a declared denominator: `Rules` says which attempts count, and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -238,8 +238,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     settings: dict[str, Any]
     run: RunReport
-    baselines: dict[str, RunReport]
-    differences: dict[str, Estimate]
+    baselines: dict[str, RunReport] = {}
+    differences: dict[str, Estimate] = {}
     name: str = ""
     prices: Prices | None = None
     harness: HarnessFacts | None = None
@@ -308,10 +308,13 @@ def rewards_of(result: TaskResult, rules: Rules) -> list[float]:
 
 def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
     """Likewise for a row of a report, by `rules` that may differ from the report's own."""
-    cut = row.truncated or [False] * len(row.rewards)
-    found = [_counted(one, was_cut, rules) for one, was_cut in zip(row.rewards, cut, strict=True)]
-    zeros = [rules.worst] * row.lost if rules.failures == "zero" else []
-    return [value for value in found if value is not None] + zeros
+    found = [_counted(*attempt, rules) for attempt in attempts_of(row)]
+    return [value for value in found if value is not None] + _zeros(row, rules)
+
+
+def attempts_of(row: TaskRow) -> Iterator[tuple[float, bool]]:
+    """Yields the reward of each attempt, and whether the model was cut off in it."""
+    return zip(row.rewards, row.truncated or [False] * len(row.rewards), strict=True)
 
 
 def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
@@ -321,7 +324,7 @@ def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
     return rules.worst if rules.truncated == "zero" else None
 
 
-def _zeros(result: TaskResult, rules: Rules) -> list[float]:
+def _zeros(result: TaskResult | TaskRow, rules: Rules) -> list[float]:
     return [rules.worst] * result.lost if rules.failures == "zero" else []
 
 
@@ -366,18 +369,15 @@ def _by_kind(results: Sequence[TaskResult], rules: Rules) -> dict[str, dict[str,
     agents = dict.fromkeys(
         name for result in results for one in result.attempts for name in one.rewards
     )
-    if agents:
-        kinds["agent"] = {
-            name: found for name in agents if (found := _of_agent(results, name, rules)) is not None
-        }
     metrics = {name for result in results for one in result.attempts for name in one.metrics}
-    names = sorted(name for name in metrics if name.startswith(CORRECT))
-    if names:
-        kinds["correct"] = {
-            name.removeprefix(CORRECT): found
-            for name in names
-            if (found := _of_metric(results, name, rules)) is not None
-        }
+    correct = sorted(name for name in metrics if name.startswith(CORRECT))
+    for kind, values, names in (("agent", "rewards", agents), ("correct", "metrics", correct)):
+        if names:
+            kinds[kind] = {
+                name.removeprefix(CORRECT) if kind == "correct" else name: found
+                for name in names
+                if (found := _of_named(results, values, name, rules)) is not None
+            }
     return kinds
 
 
@@ -399,27 +399,17 @@ def _of_label(
             yield value, found
 
 
-def _of_agent(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    return _of_named(results, name, lambda attempt: attempt.rewards, rules)
-
-
-def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    return _of_named(results, name, lambda attempt: attempt.metrics, rules)
-
-
 def _of_named(
-    results: Sequence[TaskResult],
-    name: str,
-    values_of: Callable[[AttemptResult], Mapping[str, float]],
-    rules: Rules,
+    results: Sequence[TaskResult], values: str, name: str, rules: Rules
 ) -> Measures | None:
-    values = []
+    """Measures by one of the attempts' named `values`: their rewards or metrics."""
+    counted = []
     for result in results:
-        having = [one for one in result.attempts if name in values_of(one)]
-        said = [_counted(values_of(one)[name], one.truncated, rules) for one in having]
+        having = [one for one in result.attempts if name in getattr(one, values)]
+        found = [_counted(getattr(one, values)[name], one.truncated, rules) for one in having]
         if having:
-            values.append([value for value in said if value is not None] + _zeros(result, rules))
-    return measured(values, rules)
+            counted.append([value for value in found if value is not None] + _zeros(result, rules))
+    return measured(counted, rules)
 
 
 def _counts(results: Sequence[TaskResult]) -> Counts:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from .comparison import Comparison, Fourfold, Paired, PartComparison
+from .comparison import Comparison, Paired, PartComparison
 from .estimators import Estimate
-from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite
+from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite, attempts_of
 
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
 _TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}
@@ -391,7 +391,13 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
 
 
 def verdicts_of(found: Comparison) -> list[str]:
-    return list(_verdicts(found))
+    verdicts = []
+    for part in _all(found):
+        verdict = "No task counts on both sides: nothing could be compared."
+        if part.reward is not None:
+            verdict = _verdict(part.reward, found)
+        verdicts.append(verdict if len(found.parts) == 1 else f"{part.name}: {verdict}")
+    return verdicts
 
 
 def comparison_notes(found: Comparison) -> list[str]:
@@ -422,15 +428,6 @@ def comparison_markdown(found: Comparison) -> str:
 
 def _all(found: Comparison) -> list[PartComparison]:
     return [*found.parts, *([found.together] if found.together is not None else [])]
-
-
-def _verdicts(found: Comparison) -> Iterator[str]:
-    for part in [*found.parts, *([found.together] if found.together is not None else [])]:
-        name = "" if len(found.parts) == 1 else f"{part.name}: "
-        if part.reward is None:
-            yield f"{name}No task counts on both sides: nothing could be compared."
-            continue
-        yield f"{name}{_verdict(part.reward, found)}"
 
 
 def _verdict(pair: Paired, found: Comparison) -> str:
@@ -486,13 +483,11 @@ def _paired_table(
 def _fourfold(found: Comparison) -> TextTable:
     header = ["", "both", f"only {found.a}", f"only {found.b}", "neither"]
     rows = [
-        [part.name, *_counts(part.fourfold)] for part in _all(found) if part.fourfold is not None
+        [part.name, *map(str, msgspec.structs.astuple(part.fourfold))]
+        for part in _all(found)
+        if part.fourfold is not None
     ]
     return TextTable("Tasks passed by", header, rows)
-
-
-def _counts(four: Fourfold) -> list[str]:
-    return [str(one) for one in (four.both, four.only_a, four.only_b, four.neither)]
 
 
 def _changes(found: Comparison) -> TextTable:
@@ -532,8 +527,7 @@ def csv_of(reports: Sequence[Report]) -> str:
         for name, run in {"": report.run, **report.baselines}.items():
             start = [_plain(text) for text in (report.name, report.env, report.model, name)]
             for task in run.tasks:
-                cut = task.truncated or [False] * len(task.rewards)
-                for attempt, (reward, was_cut) in enumerate(zip(task.rewards, cut, strict=True), 1):
+                for attempt, (reward, was_cut) in enumerate(attempts_of(task), 1):
                     writer.writerow([*start, _plain(task.task_id), attempt, reward, int(was_cut)])
     return out.getvalue()
 

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -22,7 +22,6 @@ from envserver_records.files import storing, user_folder
 from envserver_records.records import Group, pack, unpack
 from msgspec.structs import replace
 from sqlalchemy import create_engine, text
-from sqlalchemy import text as sql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -32,9 +31,6 @@ from ..store.lookups import GroupLookups, RewardCounts, only_reading, sqlite_url
 from ..store.packed import RAW, decode, encode, facts_row
 from ..store.schema import SCHEMA_VERSION, SHARED, bodies, deliveries, group_facts, groups
 from .scanning import Found, group_of_line
-
-# A file that another program made is never overwritten. The index lies beside what it is of, or in
-# the user's cache where that cannot be written.
 
 APPLICATION: Final = 0x656E7649
 """Marks a SQLite file as an index ("envI")."""
@@ -156,25 +152,27 @@ class Index:
             (number, path, *names, msgspec.json.encode(state).decode()),
         )
 
-    def add(self, number: int, run: str, found: Iterable[Found]) -> None:
-        """Ids begin with the run, if any, and end with a number where one comes again."""
-        for one in found:
-            seq, facts = self.next_seq, one.facts
-            self.next_seq += 1
-            group_id = self._unique(f"{run}/{facts.group_id}" if run else facts.group_id)
-            put = self._sql.execute
-            sizes = (facts.size, facts.tokens, facts.max_length)
-            origin = (facts.policy_version, None, facts.created_at)
-            put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
-            put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
-            delivery = (facts.env, facts.policy_version, one.length, "acked", None, None)
-            put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
-            put(_INTO_PLACES, (seq, number, one.start, one.length, one.line))
-            if one.body is not None:
-                put(_INTO_BODIES, (seq, *encode(one.body)))
+    def add(self, number: int, run: str, found: Found | InputError) -> None:
+        """Adds a group of file `number`, or notes a line that is none, with its place.
 
-    def add_problem(self, message: str) -> None:
-        self._sql.execute("INSERT INTO problems VALUES (?)", (message[:1000],))
+        Ids begin with the run, if any, and end with a number where one comes again.
+        """
+        put = self._sql.execute
+        if isinstance(found, InputError):
+            put("INSERT INTO problems VALUES (?)", (found.message[:1000],))
+            return
+        seq, facts = self.next_seq, found.facts
+        self.next_seq += 1
+        group_id = self._unique(f"{run}/{facts.group_id}" if run else facts.group_id)
+        sizes = (facts.size, facts.tokens, facts.max_length)
+        origin = (facts.policy_version, None, facts.created_at)
+        put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
+        put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
+        delivery = (facts.env, facts.policy_version, found.length, "acked", None, None)
+        put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
+        put(_INTO_PLACES, (seq, number, found.start, found.length, found.line))
+        if found.body is not None:
+            put(_INTO_BODIES, (seq, *encode(found.body)))
 
     def problems(self) -> tuple[int, list[str]]:
         (count,) = self._sql.execute("SELECT count(*) FROM problems").fetchone()
@@ -249,12 +247,12 @@ def _read(state: str) -> FileState:
 MOST_BYTES: Final = 2 << 30
 """Size of all groups above which their texts are not searched."""
 _PAGE: Final = 64
-_PLACES: Final = sql(
+_PLACES: Final = text(
     "SELECT p.seq, f.path, p.start, p.length, b.encoding, b.body FROM places p"
     " LEFT JOIN files f ON f.number = p.file LEFT JOIN bodies b ON b.seq = p.seq"
     " WHERE p.seq > :after ORDER BY p.seq LIMIT :most"
 )
-_SIZE: Final = sql("SELECT coalesce(sum(length), 0) FROM places")
+_SIZE: Final = text("SELECT coalesce(sum(length), 0) FROM places")
 
 
 class _Search(NamedTuple):

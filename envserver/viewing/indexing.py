@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from envserver_records.errors import EnvserverError, InputError, NotFoundError, StoreError
+from envserver_records.errors import EnvserverError, NotFoundError, StoreError
 
 from .index import VERSION, FileState, Index, may_continue, state_of
 from .indexing_process import Progress, Request
@@ -168,10 +168,7 @@ class Indexer:
             return  # it was read to its end, and does not grow
         names = (one.run, one.part, one.baseline)
         for found in scan.found(documents):
-            if isinstance(found, InputError):
-                self._index.add_problem(found.message)
-            else:
-                self._index.add(number, one.run, [found])
+            self._index.add(number, one.run, found)
             self._read[one.path] = scan.disk_bytes
             is_due = time.monotonic() - self._committed > _COMMIT_SECONDS
             if is_due and not documents.are_waiting:
@@ -187,10 +184,7 @@ class Indexer:
 
     def _add(self, number: int, run: str, documents: Documents) -> None:
         for found in documents.flush():
-            if isinstance(found, InputError):
-                self._index.add_problem(found.message)
-            else:
-                self._index.add(number, run, [found])
+            self._index.add(number, run, found)
 
     def progress(self, *, done: bool = False) -> Progress:
         count, first = self._index.problems()

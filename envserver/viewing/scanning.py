@@ -49,10 +49,7 @@ def facts_of_line(line: bytes, place: str) -> LineFacts | None:
 
 
 def group_of_line(line: bytes, place: str) -> Group:
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
+    value = decoded(line, place)
     try:
         return group_record(group_of(value, place))
     except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:

@@ -7,10 +7,10 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-from envserver_records.errors import ConfigError, Failure, InputError, NotFoundError
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 
 from ..evaluation.folders import RunFile, groups_path, read_run_file
 from ..export.jsonl import failures_path
@@ -184,16 +184,6 @@ class _Line(msgspec.Struct):
     event: str
 
 
-class _Failed(Failure, frozen=True, kw_only=True):
-    group_id: str
-    index: int
-    task_id: str
-    rollout_id: str
-    attempt: int
-    final: bool
-    at: float
-
-
 class FailureFiles:
     def __init__(self, viewed: Viewed) -> None:
         self._viewed = viewed
@@ -254,11 +244,7 @@ def _event(line: bytes) -> Iterator[RolloutFailed | GroupDropped]:
         if kind == "group_dropped":
             yield msgspec.json.decode(line, type=GroupDropped)
         elif kind == "rollout_failed":
-            line_facts = msgspec.json.decode(line, type=_Failed)
-            of_failure = {name: getattr(line_facts, name) for name in Failure.__struct_fields__}
-            facts = {
-                n: getattr(line_facts, n) for n in RolloutFailed.__struct_fields__ if n != "failure"
-            }
-            yield RolloutFailed(failure=Failure(**of_failure), **facts)
+            facts = msgspec.json.decode(line, type=dict[str, Any])
+            yield msgspec.convert({**facts, "failure": facts}, RolloutFailed)
     except msgspec.DecodeError:
         return

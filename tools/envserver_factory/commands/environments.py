@@ -309,16 +309,18 @@ def run_scenarios(argv: list[str]) -> int:
                 runs = run_loop(
                     scenarios.run_scenarios(
                         models,
-                        line.make_environment(),
-                        line.reference,
+                        scenarios.Work(
+                            line.make_environment(),
+                            line.reference,
+                            out,
+                            _embed(settings),
+                            on_progress,
+                        ),
                         scenario,
                         labels,
-                        out,
                         n=settings.n,
                         seed=settings.seed,
                         overwrite=settings.overwrite,
-                        embed=_embed(settings),
-                        on_progress=on_progress,
                     )
                 )
         except KeyboardInterrupt:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from envserver_records.errors import ConflictError, InputError
@@ -76,33 +76,15 @@ def combined(
     return total
 
 
-class VectorWriter:
-    def __init__(self, layout: File, partial: Path) -> None:
-        self.dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
-        self._path = layout.path
-        self._file = WeightsWriter(partial, layout)
-
-    def write(self, numbers: Floats) -> None:
-        with storing(self._path):
-            self._file.write(numbers)
-
-    def close(self) -> None:
-        with storing(self._path):
-            self._file.close()
-
-    def give_up(self) -> None:
-        self._file.give_up()
-
-
 @contextmanager
-def vector_writer(layout: File, *, overwrite: bool) -> Iterator[VectorWriter]:
+def vector_writer(layout: File, *, overwrite: bool) -> Iterator[WeightsWriter]:
     """Yields the writer of a file that appears when the block ends without an error."""
     _check_place(layout.path, overwrite)
     with storing(layout.path):
         layout.path.parent.mkdir(parents=True, exist_ok=True)
     with replacing_path(layout.path) as partial:
         with storing(layout.path):
-            writer = VectorWriter(layout, partial)
+            writer = WeightsWriter(partial, layout)
         try:
             yield writer
         finally:
@@ -148,6 +130,12 @@ class _Term:
     is_vector: bool
 
 
+class _Vector(NamedTuple):
+    path: Path
+    dtypes: Mapping[str, str]
+    writer: WeightsWriter
+
+
 def merge(
     recipe: Recipe,
     places: Sequence[Path],
@@ -178,7 +166,9 @@ def merge(
         writer = None
         if vector is not None:
             layout = vector_layout(recipe, base, list(opened.values()), vector)
-            writer = stack.enter_context(vector_writer(layout, overwrite=overwrite))
+            dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
+            file = stack.enter_context(vector_writer(layout, overwrite=overwrite))
+            writer = _Vector(vector, dtypes, file)
         begin(size)
         alphas = recipe.alphas if places else ()
         terms = _terms(recipe, opened)
@@ -210,29 +200,20 @@ def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
         write_index(folder, parts)
 
 
+@dataclass(frozen=True)
 class _Pass:
-    def __init__(
-        self,
-        base: Weights,
-        terms: Sequence[_Term],
-        alphas: Sequence[float],
-        names: Mapping[Path, Names],
-        allow_not_finite: bool,
-        report: Report,
-        vector: VectorWriter | None,
-    ) -> None:
-        self._base = base
-        self._terms = terms
-        self._alphas = alphas
-        self._names = names
-        self._allow_not_finite = allow_not_finite
-        self._report = report
-        self._vector_writer = vector
+    base: Weights
+    terms: Sequence[_Term]
+    alphas: Sequence[float]
+    names: Mapping[Path, Names]
+    allow_not_finite: bool
+    report: Report
+    vector: _Vector | None
 
     def run(self, folders: Sequence[Path]) -> list[dict[str, str]]:
         """Writes the weights of each alpha; returns for each the sha256 of its files."""
         digests: list[dict[str, str]] = [{} for _ in folders]
-        for part in self._base.parts:
+        for part in self.base.parts:
             with ExitStack() as stack:
                 writers = [WeightsWriter(folder / part.path.name, part) for folder in folders]
                 for writer in writers:
@@ -241,8 +222,9 @@ class _Pass:
                     self._write(tensor, writers)
                 for writer, files in zip(writers, digests, strict=True):
                     files[part.path.name] = writer.close()
-        if self._vector_writer is not None:
-            self._vector_writer.close()
+        if self.vector is not None:
+            with storing(self.vector.path):
+                self.vector.writer.close()
         return digests
 
     def _write(self, tensor: Tensor, writers: Sequence[WeightsWriter]) -> None:
@@ -254,25 +236,26 @@ class _Pass:
                 data = self._common(tensor, begin, end)
                 for writer in writers:
                     writer.write(data)
-            self._report((end - begin) * row_bytes)
+            self.report((end - begin) * row_bytes)
 
     def _write_merged(
         self, tensor: Tensor, begin: int, end: int, writers: Sequence[WeightsWriter]
     ) -> None:
-        base = self._base.values(tensor.name, begin, end)
-        vectors = [self._vector(term, tensor, base, begin, end) for term in self._terms]
-        if self._vector_writer is not None:
-            dtype = self._vector_writer.dtypes[tensor.name]
-            total = combined([term.weight for term in self._terms], vectors, base, dtype)
+        base = self.base.values(tensor.name, begin, end)
+        vectors = [self._vector(term, tensor, base, begin, end) for term in self.terms]
+        if self.vector is not None:
+            dtype = self.vector.dtypes[tensor.name]
+            total = combined([term.weight for term in self.terms], vectors, base, dtype)
             self._check_finite(total, tensor.name, dtype, "the difference")
-            self._vector_writer.write(total)
-        for alpha, writer in zip(self._alphas, writers, strict=True):
-            stored = encoded(_sum(base, self._terms, vectors, alpha), tensor.dtype)
+            with storing(self.vector.path):
+                self.vector.writer.write(total)
+        for alpha, writer in zip(self.alphas, writers, strict=True):
+            stored = encoded(_sum(base, self.terms, vectors, alpha), tensor.dtype)
             self._check_finite(stored, tensor.name, tensor.dtype, f"alpha {alpha:g}")
             writer.write(stored)
 
     def _check_finite(self, stored: NDArray[Any], name: str, dtype: str, where: str) -> None:
-        if not self._allow_not_finite and not all_finite(stored, dtype):
+        if not self.allow_not_finite and not all_finite(stored, dtype):
             raise InputError(
                 f"{name} has values that are not finite {dtype}, with {where}.",
                 hint="Take a smaller alpha, or look for NaNs in the inputs; "
@@ -293,14 +276,14 @@ class _Pass:
         return difference
 
     def _values(self, model: Model, tensor: Tensor, begin: int, end: int) -> Floats | None:
-        name = self._names[model.folder][tensor.name]
+        name = self.names[model.folder][tensor.name]
         return None if name is None else model.values(name, begin, end)
 
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
-        data = self._base.raw(tensor.name, begin, end)
-        models = [(term.plus, term.minus) for term in self._terms if not term.is_vector]
+        data = self.base.raw(tensor.name, begin, end)
+        models = [(term.plus, term.minus) for term in self.terms if not term.is_vector]
         for model in [one for pair in models for one in pair if one]:
-            name = self._names[model.folder][tensor.name]
+            name = self.names[model.folder][tensor.name]
             if name is not None and model.raw(name, begin, end) != data:
                 raise InputError(
                     f"{tensor} holds other numbers in {model.folder.name} than in the base.",

@@ -100,9 +100,7 @@ class Spool:
 
     def add(self, row: Json) -> int:
         """Returns the row's number, from 0."""
-        return self.add_line(as_line(row))
-
-    def add_line(self, line: bytes) -> int:
+        line = as_line(row)
         self._file.seek(self._end)
         self._file.write(line)
         self._offsets.append(self._end)
@@ -114,9 +112,6 @@ class Spool:
         for number in numbers:
             self._file.seek(self._offsets[number])
             yield self._file.read(self._sizes[number])
-
-    def rows(self, numbers: Iterable[int]) -> Iterator[Json]:
-        return (json.loads(line) for line in self.lines(numbers))
 
 
 def as_line(row: Json) -> bytes:
