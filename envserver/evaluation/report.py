@@ -106,15 +106,9 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best: float = 1.0
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
-        return Rules(
-            group_size=group_size,
-            pass_at=self.pass_at,
-            worst=self.worst,
-            best=self.best,
-            failures=self.failures,
-            truncated=self.truncated,
-            seed=seed,
-        )
+        names = ("pass_at", "failures", "truncated", "worst", "best")
+        own = {name: getattr(self, name) for name in names}
+        return Rules(group_size=group_size, seed=seed, **own)
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):

@@ -313,16 +313,11 @@ def _took(report: Report) -> TextTable:
 def _harness(report: Report) -> TextTable:
     values = report.harness.values if report.harness is not None else {}
     rows = [
-        [name, _number(value), _number(values.get(_error_name(name)))]
+        [name, _number(value), _number(values.get(name.replace(",", "_stderr,", 1)))]
         for name, value in values.items()
         if "_stderr" not in name
     ]
     return TextTable("The harness's own numbers", ["metric, filter", "value", "error"], rows)
-
-
-def _error_name(name: str) -> str:
-    measure, _, filtered = name.partition(",")
-    return f"{measure}_stderr,{filtered}"
 
 
 def _means(report: Report) -> TextTable:

@@ -112,37 +112,30 @@ def lock(file: IO[bytes], path: Path) -> None:
 def digest_after_last_line(file: IO[bytes]) -> str:
     """Returns the `previous` of a line that is appended to `file`, which holds whole lines."""
     end = file.seek(0, os.SEEK_END)
-    pieces: list[bytes] = []
-    start = end
-    while start:
-        size = min(start, 65536)
-        start -= size
-        file.seek(start)
-        piece = file.read(size)
-        body = piece[:-1] if not pieces else piece  # the newline that ends the file
-        at = body.rfind(b"\n")
-        pieces.append(piece[at + 1 :])
-        if at >= 0:
-            break
-    return digest_after(b"".join(reversed(pieces))) if end else ""
+    start = file.seek(_line_start(file, end - 1))
+    return digest_after(file.read(end - start)) if end else ""
 
 
 def cut_torn_line(file: IO[bytes]) -> int:
     """Removes what follows the last newline; returns the number of bytes removed."""
     size = file.seek(0, os.SEEK_END)
-    end = size
-    while end:
-        start = max(0, end - 65536)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            end = start + at + 1
-            break
-        end = start
+    end = _line_start(file, size)
     if end < size:
         file.truncate(end)
         os.fsync(file.fileno())
     return size - end
+
+
+def _line_start(file: IO[bytes], end: int) -> int:
+    """Returns where the line begins that is cut off at `end`; reads backwards."""
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
 
 
 log = structlog.get_logger()

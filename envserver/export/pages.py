@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any
 
 import jinja2
 
 from ..formats.shown_text import seen
 
-_NO_FILTERS: Final[Mapping[str, Callable[..., Any]]] = MappingProxyType({})
 
-
-def template(
-    package: str, name: str, filters: Mapping[str, Callable[..., Any]] = _NO_FILTERS
-) -> jinja2.Template:
+def template(package: str, name: str, **filters: Callable[..., Any]) -> jinja2.Template:
     """Returns a template of a package; it may extend `page.html`, the frame of all pages.
 
     Invisible characters of data are made visible; a content policy forbids scripts and requests.

@@ -150,12 +150,7 @@ def actions_of(messages: list[Message]) -> list[Json]:
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
     """Returns the problems of `document`, one line each; none for a unified trajectory."""
-    problems = [
-        f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
-    ]
-    if problems:
-        return problems
-    return [
+    return _against(SCHEMA_FILE, document) or [
         *_about_names(document, domains),
         *_about_actions(document["actions"], document["metadata"]),
         *_about_numbers(document, "$"),
@@ -170,10 +165,15 @@ def write_json(path: Path, document: Json) -> None:
 
 
 @functools.cache
-def _validator() -> Any:
+def _validator(schema: Path) -> Any:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(orjson.loads(SCHEMA_FILE.read_bytes()))
+    return Draft202012Validator(orjson.loads(schema.read_bytes()))
+
+
+def _against(schema: Path, document: Any) -> list[str]:
+    errors = _validator(schema).iter_errors(document)
+    return [f"{error.json_path}: {error.message[:200]}" for error in errors]
 
 
 def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:
@@ -309,11 +309,10 @@ def file_name(text: str) -> str:
 
 
 def problems_of_trace(document: Any) -> list[str]:
-    problems = [
-        f"{error.json_path}: {error.message[:200]}"
-        for error in _trace_validator().iter_errors(document)
+    return _against(_TRACE_SCHEMA, document) or [
+        *_about_steps(document["steps"]),
+        *_about_outcome(document),
     ]
-    return problems or [*_about_steps(document["steps"]), *_about_outcome(document)]
 
 
 def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
@@ -354,17 +353,17 @@ def _steps(actions: list[Json], limit: str | None) -> Iterator[Json]:
     for action in actions:
         tool, input, output = action["tool"], action["input"], action["output"]
         if tool == "reason":
-            yield {"type": "thought", "text": _text(output)}
+            yield {"type": "thought", "text": json_text(output)}
         elif tool == FINALIZE:
             if not limit:
-                yield {"type": "final", "text": _text(output)}
+                yield {"type": "final", "text": json_text(output)}
         else:
             args = input if isinstance(input, dict) else {"input": input}
             source = json.dumps({"tool": tool, "args": args}, ensure_ascii=False)
             yield {"type": "tool_call", "text": source, "tool": tool, "args": args}
             failed = {"error": action["error"]} if action.get("error") else {}
             said = failed["error"] if failed and output is None else output
-            yield {"type": "tool_result", "text": _text(said), **failed}
+            yield {"type": "tool_result", "text": json_text(said), **failed}
     if limit:
         yield {"type": "error", "text": f"limit: {limit}"}
 
@@ -399,20 +398,13 @@ def _outcome(steps: list[Json], seconds: float) -> Json:
     }
 
 
-def _text(value: Any) -> str:
+def json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _seconds(timestamp: str) -> float:
     moment = datetime.fromisoformat(timestamp)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-@functools.cache
-def _trace_validator() -> Any:
-    from jsonschema import Draft202012Validator
-
-    return Draft202012Validator(json.loads(_TRACE_SCHEMA.read_bytes()))
 
 
 def _about_steps(steps: list[Json]) -> Iterator[str]:

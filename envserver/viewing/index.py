@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -41,7 +41,8 @@ def index_path(places: Sequence[str]) -> Path:
     path = Path(places[0])
     if len(places) == 1 and (path.is_file() or path.is_dir()):
         beside = path / ".view.index" if path.is_dir() else path.with_name(f"{path.name}.index")
-        if is_index(beside) or (not _exists(beside) and os.access(beside.parent, os.W_OK)):
+        is_free = not (beside.exists() or beside.is_symlink())
+        if is_index(beside) or (is_free and os.access(beside.parent, os.W_OK)):
             return beside
     named = "\n".join(os.path.abspath(one) for one in places)  # noqa: PTH100 - globs, too
     digest = hashlib.blake2b(named.encode(errors="surrogateescape"), digest_size=12).hexdigest()
@@ -63,10 +64,6 @@ def is_index(path: Path) -> bool:
     mark = int.from_bytes(head[68:72], "big")
     is_ours = head.startswith(_SQLITE) and mark == APPLICATION
     return (is_ours or not head) and os.access(path, os.W_OK)
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
 
 
 VERSION: Final = 1000 * SCHEMA_VERSION + 1
@@ -255,35 +252,32 @@ _PLACES: Final = text(
 _SIZE: Final = text("SELECT coalesce(sum(length), 0) FROM places")
 
 
-class _Search(NamedTuple):
-    text: str
-    after: int
-    found: list[int]
-
-
 class TextSearch:
+    """Searches the groups of one index; remembers the last search."""
+
     def __init__(self) -> None:
-        self._last = _Search("", 0, [])
+        self._text, self._after = "", 0
+        self._found: list[int] = []
         self._lock = asyncio.Lock()
         self._wanted = ""
 
-    async def matching(self, connection: AsyncConnection, text: str) -> list[int]:
-        """Returns the numbers of the groups that have `text`; none of too large a file."""
-        self._wanted = text
+    async def matching(self, connection: AsyncConnection, wanted: str) -> list[int]:
+        """Returns the numbers of the groups that have this text; none of too large a file."""
+        self._wanted = wanted
         async with self._lock:
-            if text != self._last.text:
-                self._last = _Search(text, 0, [])
+            if wanted != self._text:
+                self._text, self._after, self._found = wanted, 0, []
             if (await connection.execute(_SIZE)).scalar_one() > MOST_BYTES:
                 return []
-            needle = orjson.dumps(text)[1:-1].lower()
-            while self._wanted == text:
-                values = {"after": self._last.after, "most": _PAGE}
+            needle = orjson.dumps(wanted)[1:-1].lower()
+            while self._wanted == wanted:
+                values = {"after": self._after, "most": _PAGE}
                 rows = (await connection.execute(_PLACES, values)).all()
                 if not rows:
                     break
                 found = await asyncio.to_thread(_those, rows, needle)
-                self._last = _Search(text, rows[-1].seq, self._last.found + found)
-            return self._last.found
+                self._after, self._found = rows[-1].seq, self._found + found
+            return self._found
 
 
 class _Rollout(msgspec.Struct):
@@ -325,9 +319,7 @@ def _those(rows: Any, needle: bytes) -> list[int]:
             line = decode(encoding, body)
         else:
             try:
-                with Path(path or "").open("rb") as file:
-                    file.seek(start)
-                    line = file.read(length)
+                line = _read_at(Path(path or ""), start, length)
             except OSError:  # it was removed meanwhile
                 continue
         if _has(line, needle):
@@ -409,9 +401,14 @@ def _packed(
     body: Any,
 ) -> bytes:
     place = f"{path}, line {line}" if line else str(path)
-    data = (
-        _read_line(Path(path or ""), start, length) if encoding is None else decode(encoding, body)
-    )
+    try:
+        data = (
+            _read_at(Path(path or ""), start, length)
+            if encoding is None
+            else decode(encoding, body)
+        )
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     packed = pack(replace(group_of_line(data, place), group_id=group_id))
     try:
         unpack(packed, Group)  # a file may hold anything
@@ -420,10 +417,7 @@ def _packed(
     return packed
 
 
-def _read_line(path: Path, start: int, length: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(length)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+def _read_at(path: Path, start: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)

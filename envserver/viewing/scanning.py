@@ -6,7 +6,6 @@ follow each other are one group.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from envserver_records.tasks import range_from_json
 
 from ..export.stored import group_of, group_record, names_of_foreign
 from ..export.stored_sources import decoded, is_json, opened
-from ..export.unified import FINALIZE, problems_of_trace, unified_of_trace
+from ..export.unified import FINALIZE, json_text, problems_of_trace, unified_of_trace
 from ..formats.atropos import NOT_TRAINED
 from ..store.packed import GroupFacts, facts_of_rewards
 
@@ -376,18 +375,14 @@ def _messages(document: Json) -> list[Json]:
     question = document.get("question")
     messages: list[Json] = [{"role": "user", "content": question}] if question else []
     for number, action in enumerate(document["actions"]):
-        tool, output = str(action.get("tool")), _text(action.get("output"))
+        tool, output = str(action.get("tool")), json_text(action.get("output"))
         if action.get("error") and action.get("output") is None:
             output = f"Error: {action['error']}"
         if tool in ("reason", FINALIZE):
             messages.append({"role": "assistant", "content": output})
             continue
-        call = {"name": tool, "arguments": _text(action.get("input"))}
+        call = {"name": tool, "arguments": json_text(action.get("input"))}
         called = {"id": f"call-{number}", "type": "function", "function": call}
         messages.append({"role": "assistant", "content": None, "tool_calls": [called]})
         messages.append({"role": "tool", "tool_call_id": called["id"], "content": output})
     return messages
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -249,15 +249,11 @@ async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -
             if process.returncode is None:
                 await _end(process)
     if status:
-        last = await asyncio.to_thread(_last_lines, log)
+        last = (await asyncio.to_thread(log.read_text, errors="replace")).splitlines()
         raise ConfigError(
-            "lm-evaluation-harness ended with an error:\n" + "\n".join(last),
+            "lm-evaluation-harness ended with an error:\n" + "\n".join(last[-_LAST_LINES:]),
             hint=f"Its whole output: {log}",
         )
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -41,15 +41,6 @@ def whole_trace(path: Path) -> Json | None:
     return document
 
 
-def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
-    for key, value in wanted.items():
-        if trace.get(key) != value:
-            raise ConflictError(
-                f"{path} is of another run: its {key} is another than now.",
-                hint="Name another folder by --out, or another --label; or --overwrite.",
-            )
-
-
 def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
     runs = []
     for path in sorted(paths):
@@ -183,8 +174,12 @@ def _is_there(task: Task, out: Path) -> bool:
     trace = whole_trace(path)
     if trace is None:
         return False
-    wanted = {key: task.public[key] for key in ("scenario", "label", "prompt", "seed")}
-    check_same_run(trace, wanted, path)
+    for key in ("scenario", "label", "prompt", "seed"):
+        if trace.get(key) != task.public[key]:
+            raise ConflictError(
+                f"{path} is of another run: its {key} is another than now.",
+                hint="Name another folder by --out, or another --label; or --overwrite.",
+            )
     return True
 
 

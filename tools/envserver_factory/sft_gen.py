@@ -6,7 +6,6 @@ Rows already written stay in the file, however the run ends.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
-from envserver_records.errors import ConfigError, StoreError
+from envserver_records.errors import ConfigError
 from envserver_records.records import Group, Trajectory
 from envserver_records.waiting import cancel_and_wait
 
 from envserver.environment import Environment
-from envserver.export.jsonl import append_durably, cut_torn_line
+from envserver.export.jsonl import append_durably, cut_torn_line, lock, open_appending
 from envserver.models.catalogue import find_tokenizer
 from envserver.rollouts.events import Event, Observer
 from envserver.rollouts.scheduler import Scheduler
@@ -134,20 +133,15 @@ class SftSink:
 
 
 def _opened(path: Path, *, append: bool) -> IO[bytes]:
+    file = open_appending(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", 0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        lock(file, path)
+        if file.seek(0, os.SEEK_END) and not append:
+            raise ConfigError(f"{path} exists.", hint="--append-to-previous appends to it.")
+        cut_torn_line(file)
+    except ConfigError:
         file.close()
-        raise ConfigError(f"Another process is writing {path}.") from error
-    if file.seek(0, os.SEEK_END) and not append:
-        file.close()
-        raise ConfigError(f"{path} exists.", hint="--append-to-previous appends to it.")
-    cut_torn_line(file)
+        raise
     return file
 
 

@@ -103,8 +103,8 @@ class _Axes:
         alphas = [point.alpha for point in sweep.points]
         every = [one for point in sweep.points for one in point.rewards.values()]
         ends = [end for one in every for end in (one.value, one.low, one.high) if end is not None]
-        self.low_alpha, self.high_alpha = _range([*alphas, 0.0, 1.0])
-        self.low, self.high = _range([*ends, 0.0, 1.0])
+        self.low_alpha, self.high_alpha = min([*alphas, 0.0]), max([*alphas, 1.0])
+        self.low, self.high = min([*ends, 0.0]), max([*ends, 1.0])
 
     def x(self, alpha: float) -> float:
         share = (alpha - self.low_alpha) / (self.high_alpha - self.low_alpha)
@@ -113,10 +113,6 @@ class _Axes:
     def y(self, reward: float) -> float:
         share = (reward - self.low) / (self.high - self.low)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def _picture(sweep: Sweep) -> Iterator[str]:

@@ -29,11 +29,12 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
@@ -45,6 +46,7 @@ from envserver.export.unified import (
     DOMAINS,
     SCHEMA_VERSION,
     actions_of,
+    json_text,
     problems_of,
     problems_of_trace,
     unified_of_trace,
@@ -115,24 +117,21 @@ def inspect_documents(path: Path) -> Iterator[Document]:
 
 def _samples(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields each sample with its name; for one that cannot be read the error."""
+    from inspect_ai import log
     from inspect_ai._util.async_zip import AsyncZipReader
     from inspect_ai._util.asyncfiles import AsyncFilesystem
-    from inspect_ai.log import (
-        read_eval_log,
-        read_eval_log_sample_async,
-        read_eval_log_sample_summaries,
-    )
 
     if path.suffix != ".eval":
-        for sample in read_eval_log(path, format="json", resolve_attachments=True).samples or ():
+        whole = log.read_eval_log(path, format="json", resolve_attachments=True)
+        for sample in whole.samples or ():
             yield f"sample {sample.id}, epoch {sample.epoch}", sample
         return
-    summaries = read_eval_log_sample_summaries(path, format="eval")
+    summaries = log.read_eval_log_sample_summaries(path, format="eval")
     with asyncio.Runner() as runner:
         # One reader for all samples: each new one would read the file's directory again.
         reader = AsyncZipReader(AsyncFilesystem(), str(path))
         for summary in summaries:
-            reading = read_eval_log_sample_async(
+            reading = log.read_eval_log_sample_async(
                 str(path), summary.id, summary.epoch, resolve_attachments=True, reader=reader
             )
             try:
@@ -479,7 +478,7 @@ def _of_message(message: Json) -> Json | None:
 
 def _question(document: Json) -> str | None:
     found = _searched(document, QUESTION, without=())
-    return found if found is None else _text(found)
+    return found if found is None else json_text(found)
 
 
 def _final(document: Json, messages: list[Json]) -> str:
@@ -488,7 +487,7 @@ def _final(document: Json, messages: list[Json]) -> str:
         inner = _searched(found, FINAL, without=_SAYS_NO_ANSWER)
         found = found if inner is None else inner
     if found is not None:
-        return _text(found)
+        return json_text(found)
     said = (text_of(one).strip() for one in reversed(messages) if one.get("role") in _ASSISTANTS)
     return next((text for text in said if text), "")
 
@@ -507,10 +506,6 @@ def _searched(value: Any, keys: Collection[str], *, without: Collection[str]) ->
         if found is not None:
             return found
     return None
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _metadata(document: Json, messages: list[Json], actions: list[Json], key: str | None) -> Json:
@@ -536,7 +531,7 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
-    return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
+    return name in (*QUESTION, *FINAL) and json_text(value) not in said.values()
 
 
 def _times(facts: Json, names: tuple[str, ...]) -> Iterator[float]:
@@ -618,13 +613,13 @@ def convert(
     report = Conversion()
     converter = Converter(domain, tokens=tokens)
     size = 0
-    with _sink(out, domain) as sink:
+    with _sink(out, domain) as write:
         for document in documents(files_of(sources)):
             report.read += 1
             size += document.bytes
             try:
                 for trajectory in converter.trajectories(document):
-                    sink.put(trajectory)
+                    write(trajectory)
                     name = trajectory["domain"]
                     report.written[name] = report.written.get(name, 0) + 1
             except (InputError, ValueError, RecursionError) as error:
@@ -726,55 +721,21 @@ def _own_id(value: Any) -> str | None:
     return None
 
 
-class _Sink(Protocol):
-    def __enter__(self) -> _Sink: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-    def put(self, trajectory: Json) -> None: ...
+@contextmanager
+def _sink(out: Path, domain: str | None) -> Iterator[Callable[[Json], object]]:
+    """Yields what writes a trajectory: as a file below `out`, or as a line of the file `out`, which
+    gets its name when all lines are on disk."""
+    if out.suffix != ".jsonl":
+        yield partial(_write, out.parent if domain is not None and out.name == domain else out)
+        return
+    with storing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as file:
+            yield lambda trajectory: file.write(as_line(trajectory))
 
 
-def _sink(out: Path, domain: str | None) -> _Sink:
-    if out.suffix == ".jsonl":
-        return _Lines(out)
-    return _Folder(out.parent if domain is not None and out.name == domain else out)
-
-
-class _Folder:
-    """Writes a file for each trajectory, each atomically."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Every file is already closed."""
-
-    def put(self, trajectory: Json) -> None:
-        place = self._out / trajectory["domain"] / file_name(trajectory["task_id"])
-        try:
-            write_json(place, trajectory)
-        except TypeError as error:  # a number beyond 64 bits, half of a pair of surrogates
-            raise ValueError(f"not to be written as JSON: {error}") from error
-
-
-class _Lines:
-    """Writes one file of lines, which gets its name when all lines are on disk."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Lines:
-        with storing(self._out):
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._stack.enter_context(replacing(self._out))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with storing(self._out):
-            self._stack.__exit__(kind, error, trace)
-
-    def put(self, trajectory: Json) -> None:
-        with storing(self._out):
-            self._file.write(as_line(trajectory))
+def _write(folder: Path, trajectory: Json) -> None:
+    try:
+        write_json(folder / trajectory["domain"] / file_name(trajectory["task_id"]), trajectory)
+    except TypeError as error:  # a number beyond 64 bits, half of a pair of surrogates
+        raise ValueError(f"not to be written as JSON: {error}") from error

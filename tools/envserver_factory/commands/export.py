@@ -263,8 +263,6 @@ are still written. Exit status 0: all were converted; 1: some were not."""
 
 
 class ConvertSettings(Section):
-    """Settings of `convert`."""
-
     sources: list[str]
     """Files (.json, .eval; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
     arguments."""
@@ -318,8 +316,6 @@ status 0: all are valid; 1: at least one is not; 2: the command line is wrong.""
 
 
 class ValidateSettings(Section):
-    """Settings of `validate`."""
-
     sources: list[str] = Field(default=[])
     """Files (.json; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
     arguments."""

@@ -114,8 +114,7 @@ def run_build(argv: list[str]) -> int:
         console.say(line)
     console.print(f"{'; '.join(left_out)}.", highlight=False)
     console.say(f"In {settings.out}")
-    if settings.upload is not None:
-        _put(settings.out, settings.upload, console)
+    _put(settings.out, settings.upload, console)
     return 0
 
 
@@ -133,13 +132,11 @@ def _check_upload(target: str | None) -> None:
         check_target(target)
 
 
-def _put(folder: Path, target: str, console: Console) -> None:
-    from ..publishing.models import upload
+def _put(folder: Path, target: str | None, console: Console) -> None:
+    if target is not None:
+        from ..publishing.models import upload
 
-    def on_progress(address: str) -> None:
-        console.say(f"Uploaded {address}")
-
-    upload(folder, target, on_progress=on_progress)
+        upload(folder, target, on_progress=lambda address: console.say(f"Uploaded {address}"))
 
 
 def _table(summary: dict[str, dict[str, int]]) -> Table:
@@ -395,8 +392,7 @@ def _prepare(name: str, settings: PrepareSettings, example_of: Callable[..., Any
         )
     console = Console()
     _show_summary(console, summary, settings.out)
-    if settings.upload is not None:
-        _put(settings.out, settings.upload, console)
+    _put(settings.out, settings.upload, console)
     return 0
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
 from envserver.export.stored_sources import decoded, opened
 
-from .formats import Format, finish, place_for, writer_of
+from .formats import Format, finish, place_for
 
 Choice = Literal["all", "best", "shortest"]
 
@@ -494,7 +494,7 @@ def export(
         read["bytes"] += number
 
     with place_for(out, overwrite=overwrite, single=single) as place:
-        writer = writer_of(format)
+        writer = format.writer()
         writer.open(place.folder, None if single else shard_rows)
         for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
             for row in _rows(group, format, wanted, tally):

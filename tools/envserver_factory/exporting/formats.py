@@ -15,12 +15,13 @@ import importlib.util
 import os
 import shutil
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol
 
 import numpy as np
 import orjson
@@ -82,15 +83,22 @@ class Options:
     tokenizer: str = ""
 
 
-class Format(Protocol):
+class Format(ABC):
     """A format of an export. One instance for each export, so it may count."""
 
     name: str
-    suffix: str
+    suffix = ".jsonl"
 
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @abstractmethod
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         """`kept`: rollouts of `group`, in order, at least one."""
-        ...
+
+    def writer(self) -> Writer:
+        """Returns a new writer; a format with another destination has its own."""
+        return Files()
 
 
 class Writer(Protocol):
@@ -107,13 +115,6 @@ class Writer(Protocol):
 
     def close(self) -> list[Written]:
         """Closes all files and returns them."""
-        ...
-
-
-@runtime_checkable
-class HasWriter(Protocol):
-    def writer(self) -> Writer:
-        """Returns a new writer."""
         ...
 
 
@@ -143,8 +144,6 @@ def format_of(name: str, options: Options) -> Format:
 
 MANIFEST = "MANIFEST.json"
 Json = dict[str, Any]
-
-_CHUNK = 1 << 20
 
 
 class Files:
@@ -210,10 +209,6 @@ class Files:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as made:
             made.write(file.data)
-
-
-def writer_of(format: Format) -> Writer:
-    return format.writer() if isinstance(format, HasWriter) else Files()
 
 
 @dataclass(frozen=True)
@@ -332,12 +327,8 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return digest.hexdigest(), size
+        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
 
 
 def _move(place: Place, manifest: Path, overwrite: bool) -> None:
@@ -350,14 +341,10 @@ def _move(place: Place, manifest: Path, overwrite: bool) -> None:
     replace_folder(place.folder, out, place.folder.parent / "old")
 
 
-class Messages:
+class Messages(Format):
     """Rows {"messages", "reward", "env", "task_id"} (and "tools"), the best of a group first."""
 
     name = "messages"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        del options
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in sorted(kept, key=lambda one: -(one.reward or 0.0)):
@@ -376,7 +363,7 @@ def is_conversation(rollout: StoredRollout) -> bool:
     return any(message.get("role") == "assistant" for message in rollout.messages)
 
 
-class Dpo:
+class Dpo(Format):
     """Pairs the best rollout of a group with the worst, the second best with the second worst, ...
 
     Rewards of a pair differ by at least `Options.margin`. `prompt + chosen` and `prompt + rejected`
@@ -384,17 +371,13 @@ class Dpo:
     """
 
     name = "dpo"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        self._margin = options.margin
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         usable = [one for one in kept if one.reward is not None and is_conversation(one)]
         ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
         for better, worse in zip(ranked, reversed(ranked), strict=True):
             difference = (better.reward or 0.0) - (worse.reward or 0.0)
-            if difference <= 0 or difference < self._margin:
+            if difference <= 0 or difference < self.options.margin:
                 return
             prompt = prompt_of(better.messages)
             if prompt and prompt == prompt_of(worse.messages):
@@ -425,14 +408,10 @@ _OF_ROWS = (
 """Keys of a line with one entry for each row."""
 
 
-class Atropos:
+class Atropos(Format):
     """Writes lines that every reader of `process` files understands, chained as those are."""
 
     name = "atropos"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        del options
 
     def writer(self) -> Writer:
         return Files(chained=True)
@@ -463,17 +442,17 @@ _LONGEST_NAME = 200
 _INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
-class Unified:
+class Unified(Format):
     name = "unified"
     suffix = ".json"
 
     def __init__(self, options: Options) -> None:
-        self._options = options
+        super().__init__(options)
         self._given: set[bytes] = set()
 
-    def rows(self, group: StoredGroup, kept: list[StoredRollout]) -> Iterator[Row]:
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in kept:
-            document = unified_of(rollout, tokens=self._options.tokens)
+            document = unified_of(rollout, tokens=self.options.tokens)
             alone = len(group.rollouts) == 1 and group.asked <= 1
             document["task_id"] = self._unique(document["task_id"], rollout, alone)
             domain = document["domain"]
@@ -483,7 +462,7 @@ class Unified:
                     f"{problems[0]}.",
                     place=group.place,
                 )
-            if self._options.jsonl:
+            if self.options.jsonl:
                 yield document
             else:
                 path = f"{domain}/{document['task_id']}.json"
@@ -624,33 +603,31 @@ def _load(model: str, device: str | None) -> Any:
         ) from error
 
 
-class Traces:
+class Traces(Format):
     """Traces, numbered from 1 for each model and label, in order of arrival."""
 
     name = "traces"
     suffix = ".json"
 
     def __init__(self, options: Options) -> None:
-        self._options = options
-        self._embedder = _embedder(options)
+        super().__init__(options)
+        self._embedder = (
+            Embedder(options.embed, cache=options.embed_cache) if options.embed else None
+        )
         self._numbers: Counter[tuple[str, str]] = Counter()
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in kept:
-            auto = self._options.label == "auto"
-            label = label_of(rollout) if auto else self._options.label
+            auto = self.options.label == "auto"
+            label = label_of(rollout) if auto else self.options.label
             model = rollout.model or "model"
             self._numbers[model, label] += 1
             number = self._numbers[model, label]
             trace = trace_of(rollout, label=label, number=number)
             if self._embedder is not None:
                 trace = embed_steps(trace, self._embedder)
-            if self._options.jsonl:
+            if self.options.jsonl:
                 yield trace
             else:
                 path = f"{file_name(model)}/{file_name(label)}/run_{number:03d}.json"
                 yield NamedFile(path, orjson.dumps(trace, option=_INDENTED))
-
-
-def _embedder(options: Options) -> Embedder | None:
-    return Embedder(options.embed, cache=options.embed_cache) if options.embed else None

@@ -28,7 +28,7 @@ from envserver.export.pages import template
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 from envserver.formats.shown_text import token_texts
 
-from .formats import Options, Row, Written, failed, needs_folder
+from .formats import Format, Row, Written, failed, needs_folder
 
 MOST_NAMES: Final = 50
 OTHER: Final = "(others)"
@@ -372,18 +372,15 @@ MOST_CHARACTERS: Final = 4 * 2**20
 _INDEX: Final = "index.html"
 
 
-class Html:
+class Html(Format):
     name, suffix = "html", ".html"
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for position, rollout in enumerate(kept):
             yield {"rollout": rollout, "new": (group, kept) if position == 0 else None}
 
     def writer(self) -> HtmlPages:
-        return HtmlPages(self._options.title, self._options.tokenizer)
+        return HtmlPages(self.options.title, self.options.tokenizer)
 
 
 @dataclass
@@ -511,10 +508,6 @@ def _shade(value: float | None) -> str:
     return f"s{min(5, max(0, round(value * 5)))}" if value == value else "sx"
 
 
-_FILTERS: Final[dict[str, Callable[..., Any]]] = {
-    "number": number,
-    "time": _time,
-    "shade": _shade,
-    "reward": _reward,
-}
-_template: Final = functools.partial(template, __package__, filters=_FILTERS)
+_template: Final = functools.partial(
+    template, __package__, number=number, time=_time, shade=_shade, reward=_reward
+)

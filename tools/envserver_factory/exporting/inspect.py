@@ -28,7 +28,7 @@ from envserver_records.records import Message, Result, text_of
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 
-from .formats import Options, Row, Written, kept_line
+from .formats import Format, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
@@ -40,29 +40,24 @@ _ROLES: Final = {"developer": "system", "function": "tool"}
 
 
 def inspect_message(message: Message, message_id: str) -> Any:
-    from inspect_ai.model import (
-        ChatMessageAssistant,
-        ChatMessageSystem,
-        ChatMessageTool,
-        ChatMessageUser,
-    )
+    from inspect_ai import model
 
     role = str(message.get("role"))
     shared: dict[str, Any] = {"id": message_id, "content": _content(message)}
     match _ROLES.get(role, role):
         case "system":
-            made: Any = ChatMessageSystem(**shared)
+            made: Any = model.ChatMessageSystem(**shared)
         case "assistant":
             calls = [_call(call, number) for number, call in enumerate(calls_of(message))]
-            made = ChatMessageAssistant(**shared, tool_calls=calls or None)
+            made = model.ChatMessageAssistant(**shared, tool_calls=calls or None)
         case "tool":
-            made = ChatMessageTool(
+            made = model.ChatMessageTool(
                 **shared,
                 tool_call_id=_text(message.get("tool_call_id")),
                 function=_text(message.get("name")),
             )
         case _:
-            made = ChatMessageUser(**shared)
+            made = model.ChatMessageUser(**shared)
     if message_of(made) != message:
         made.metadata = {WHOLE: message}
     return made
@@ -508,17 +503,17 @@ _TOKENS: Final = ("tokens", "masks", "inference_logprobs")
 _KEPT: Final = (*_TOKENS, "scores", "generation_params", "env_id", "envserver")
 
 
-class Inspect:
+class Inspect(Format):
     name, suffix = "inspect", ".eval"
 
     def __init__(self, options: Options) -> None:
         require_inspect()
-        self._options = options
+        super().__init__(options)
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         """Returns a row for each kept rollout and, if all are kept, for each that was lost."""
         for rollout in kept:
-            facts = _facts(group, rollout, tokens=self._options.tokens)
+            facts = _facts(group, rollout, tokens=self.options.tokens)
             yield {"sample": sample_of(rollout, {STORE: facts})}
         if len(kept) == len(group.rollouts):
             for kind, number in group.lost.items():
@@ -526,7 +521,7 @@ class Inspect:
                     yield {"sample": lost_sample(group, kept[0], kind)}
 
     def writer(self) -> InspectLogs:
-        return InspectLogs(self._options.title)
+        return InspectLogs(self.options.title)
 
 
 class InspectLogs:

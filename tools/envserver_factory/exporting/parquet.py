@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from envserver_records.records import Message, text_of
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 
-from .formats import Options, Row, Written
+from .formats import Format, Options, Row, Written
 
 Json = dict[str, Any]
 Table = Any
@@ -49,13 +49,14 @@ _AS_JSON: Final = (
 _TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")
 
 
-class Parquet:
+class Parquet(Format):
     name, suffix = "parquet", ".parquet"
 
     def __init__(self, options: Options) -> None:
+        super().__init__(options)
         _pyarrow("pyarrow.parquet")
 
-    def rows(self, group: StoredGroup, kept: Iterable[StoredRollout]) -> Iterator[Row]:
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in kept:
             yield from rows_of(rollout, group.line.get("generation_params"))
 
@@ -130,16 +131,22 @@ def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> li
     shared["messages"] = messages
     shared["messages_json"] = None if exact else _json(rollout.messages)
     shared["rows"] = len(rollout.rows)
-    if not rollout.rows:
-        return [shared | _without_tokens() | {"agent_reward": rollout.reward}]
     return [
-        shared | _tokens(number, row) | {"agent_reward": _reward_of(rollout, row.agent)}
-        for number, row in enumerate(rollout.rows)
+        shared
+        | _tokens(number, row)
+        | {"agent_reward": rollout.rewards.get(row.agent or "", rollout.reward)}
+        for number, row in enumerate(rollout.rows or [_WITHOUT_TOKENS])
     ]
 
 
-def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
-    return rollout.rewards.get(agent or "", rollout.reward)
+_WITHOUT_TOKENS: Final = StoredRow(
+    tokens=np.empty(0, np.int32),
+    mask=np.empty(0, np.uint8),
+    logprobs=np.empty(0, np.float32),
+    agent=None,
+    flags=[],
+    versions=[],
+)
 
 
 def table_of(rows: Sequence[Json]) -> Table:
@@ -213,18 +220,6 @@ def _tokens(number: int, row: StoredRow) -> Json:
         "logprobs": np.asarray(row.logprobs, np.float32),
         "images": [msgspec.structs.asdict(image) for image in row.images],
     }
-
-
-def _without_tokens() -> Json:
-    nothing = StoredRow(
-        tokens=np.empty(0, np.int32),
-        mask=np.empty(0, np.uint8),
-        logprobs=np.empty(0, np.float32),
-        agent=None,
-        flags=[],
-        versions=[],
-    )
-    return _tokens(0, nothing)
 
 
 def _typed(message: Message) -> Json:

@@ -20,7 +20,7 @@ from typing import Any, Final
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
 
-from .tensors import Model, Tensor, Weights, is_adapter
+from .tensors import Model, Tensor, Weights, is_adapter, read_object
 from .writing import Made, Recipe, appearing, check_places, digest_of, facts_of, write_card
 
 FAST: Final = "tokenizer.json"
@@ -34,7 +34,7 @@ def differences(base: Path, other: Path) -> list[str]:
     if (base / FAST).is_file() and (other / FAST).is_file():
         if _same_bytes(base / FAST, other / FAST):
             return []
-        return _of_fast(_read(base / FAST), _read(other / FAST))
+        return _of_fast(read_object(base / FAST), read_object(other / FAST))
     return [
         f"{name} is another file"
         for name in _OTHERS
@@ -92,16 +92,6 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
     """Returns the merges in one form: older files have `a b`, newer ones `[a, b]`."""
     merges = (tokenizer.get("model") or {}).get("merges") or []
     return [one if isinstance(one, str) else " ".join(one) for one in merges]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
@@ -172,13 +162,7 @@ def check(
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads a model's config.json; empty where there is none (an adapter's folder)."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _check_alone(model: Model, found: _Found) -> None:

@@ -171,33 +171,25 @@ def merge(
             writer = _Vector(vector, dtypes, file)
         begin(size)
         alphas = recipe.alphas if places else ()
-        terms = _terms(recipe, opened)
+        terms = [
+            _Term(
+                opened[one.plus],
+                opened[one.minus] if one.minus else None,
+                one.weight,
+                one.plus.is_file(),
+            )
+            for one in recipe.vectors
+        ]
         work = _Pass(base, terms, alphas, names, allow_not_finite, report, writer)
         with appearing(places) as folders:
             digests = work.run(folders)
             facts = facts_of(recipe, {recipe.base: base, **opened}, notes)
             for folder, alpha, files in zip(folders, alphas, digests, strict=True):
-                write_index_if_several(folder, base.parts)
+                if len(base.parts) > 1:
+                    write_index(folder, base.parts)
                 copied = copy_rest(base.folder, folder)
                 write_card(folder, facts, Made(recipe.formula(f"{alpha:g}"), alpha, files, copied))
     return Merged(list(places), notes)
-
-
-def _terms(recipe: Recipe, opened: Mapping[Path, Model]) -> list[_Term]:
-    return [
-        _Term(
-            opened[one.plus],
-            opened[one.minus] if one.minus else None,
-            one.weight,
-            one.plus.is_file(),
-        )
-        for one in recipe.vectors
-    ]
-
-
-def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
-    if len(parts) > 1:
-        write_index(folder, parts)
 
 
 @dataclass(frozen=True)

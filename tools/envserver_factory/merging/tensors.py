@@ -417,13 +417,18 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
+    return read_object(folder / CONFIG)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder / CONFIG} cannot be read: {error}.") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{folder / CONFIG} is not an object.")
-    return found
+        raise InputError(f"{path} cannot be read: {error}.") from error
 
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:

@@ -291,17 +291,10 @@ _DIGITS: Final = 16
 
 
 @dataclass(frozen=True)
-class Input:
-    """An input model: its part (base, rl, ...), the folder's name, sha256 by file."""
-
-    name: str
-    files: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Facts:
     method: str
-    inputs: list[Input]
+    inputs: list[dict[str, Any]]
+    """Each with the folder's name, and the sha256 of its files."""
     vectors: list[dict[str, Any]]
     notes: list[str]
     versions: dict[str, str]
@@ -331,9 +324,8 @@ def facts_of(
     for folder, model in models.items():
         for path in model.files():
             digests[path] = digests.get(path) or digest_of(path)
-        inputs.append(
-            Input(_name(folder), {_file(folder, path): digests[path] for path in model.files()})
-        )
+        files = {_file(folder, path): digests[path] for path in model.files()}
+        inputs.append({"name": _name(folder), "files": files})
     vectors = [
         {
             "plus": _name(one.plus),
@@ -372,9 +364,9 @@ def _card(facts: Facts, made: Made) -> str:
         ]
     lines += ["| input | weights | sha256 |", "|---|---|---|"]
     lines += [
-        f"| {one.name} | {file} | `{digest[:_DIGITS]}` |"
-        for one in facts.inputs
-        for file, digest in one.files.items()
+        f"| {model['name']} | {file} | `{digest[:_DIGITS]}` |"
+        for model in facts.inputs
+        for file, digest in model["files"].items()
     ]
     lines += ["", *(f"- {note}." for note in facts.notes), *([""] if facts.notes else [])]
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())

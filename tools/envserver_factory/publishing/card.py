@@ -19,7 +19,7 @@ import yaml
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
 
-from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed, writer_of
+from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed
 from ..exporting.html import RunFacts
 
 CARD: Final = "README.md"
@@ -52,10 +52,11 @@ class Asked:
     against_words: int = 0
 
 
-class WithCard:
+class WithCard(Format):
     """Adds a card to the folder of another format."""
 
     def __init__(self, format: Format, asked: Asked) -> None:
+        super().__init__(format.options)
         self.name, self.suffix = format.name, format.suffix
         self._format = format
         self._asked = asked
@@ -66,17 +67,10 @@ class WithCard:
         yield from self._format.rows(group, kept)
 
     def writer(self) -> Writer:
-        return _WriterWithCard(writer_of(self._format), self._format, self._asked, self._facts)
-
-
-class _WriterWithCard:
-    def __init__(self, writer: Writer, format: Format, asked: Asked, facts: RunFacts) -> None:
-        self._writer = writer
-        self._format = format
-        self._asked = asked
-        self._facts = facts
+        self._writer = self._format.writer()
         self._columns: dict[str, set[str]] = {}
         self._rows = 0
+        return self
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
@@ -93,7 +87,9 @@ class _WriterWithCard:
         written = self._writer.close()
         columns = {name: " or ".join(sorted(kinds)) for name, kinds in self._columns.items()}
         if self._format.name == "parquet":
-            columns = _parquet_columns()
+            from ..exporting.parquet import schema
+
+            columns = {column.name: str(column.type) for column in schema()}
         text = card(
             self._facts,
             self._asked,
@@ -220,12 +216,6 @@ def _decontamination(asked: Asked) -> str:
         return "None was done."
     names = _names(asked.against)
     return f"No rollout has {asked.against_words} words in a row in common with {names}."
-
-
-def _parquet_columns() -> dict[str, str]:
-    from ..exporting.parquet import schema
-
-    return {one.name: str(one.type) for one in schema()}
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

@@ -212,13 +212,7 @@ def plan(
 
 
 def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> str:
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError(
-            f"Publishing needs huggingface_hub, which cannot be imported: {error}.",
-            hint=install_command("data"),
-        ) from error
+    hub = _library("huggingface_hub", "Publishing")
     api = hub.HfApi()
     name = planned.repository
     operations = [
@@ -231,7 +225,7 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
         api.create_repo(name, repo_type="model", private=planned.private, exist_ok=True)
         is_private = api.model_info(name).private
     except Exception as error:
-        raise _refused(name, error) from error
+        raise _refused(f"{name} cannot be published", error) from error
     if planned.private and not is_private:
         raise ConfigError(
             f"{name} exists on the hub and is public: nothing was uploaded.",
@@ -240,7 +234,7 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
     try:
         done = api.create_commit(name, operations, commit_message=message, repo_type="model")
     except Exception as error:
-        raise _refused(name, error) from error
+        raise _refused(f"{name} cannot be published", error) from error
     return str(done.commit_url)
 
 
@@ -402,11 +396,6 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refused(name: str, error: Exception) -> StoreError:
-    reason = " ".join(str(error).split())[:300]
-    return StoreError(f"{name} cannot be published: {type(error).__name__}: {reason}")
-
-
 # Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a
 # data set on the hub (`hf://datasets/owner/name`, or with a folder after it), in one commit. The
 # file that describes the folder goes last: where it is, everything is. The hub library handles the
@@ -439,7 +428,7 @@ def upload(
 def check_target(target: str) -> None:
     if target.startswith(HUB):
         _data_set(target)
-        _library("huggingface_hub", target)
+        _library("huggingface_hub", f"Uploading to {target}")
     elif "://" in target:
         _file_system(target)
 
@@ -468,14 +457,14 @@ def _to_url(folder: Path, files: list[Path], target: str, on_progress: OnProgres
             system.makedirs(place.rpartition("/")[0], exist_ok=True)
             system.put_file(str(path), place)
         except Exception as error:
-            raise _hub_refused(target, error) from error
+            raise _refused(f"{target} cannot be written", error) from error
         addresses.append(str(system.unstrip_protocol(place)))
         on_progress(addresses[-1])
     return addresses
 
 
 def _file_system(target: str) -> tuple[Any, str]:
-    fsspec = _library("fsspec.core", target)
+    fsspec = _library("fsspec.core", f"Uploading to {target}")
     try:
         system, root = fsspec.url_to_fs(target)
     except (ImportError, ValueError) as error:
@@ -485,7 +474,7 @@ def _file_system(target: str) -> tuple[Any, str]:
 
 def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
     name, below = _data_set(target)
-    api = _library("huggingface_hub", target).HfApi()
+    api = _library("huggingface_hub", f"Uploading to {target}").HfApi()
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
         api.upload_folder(
@@ -496,7 +485,7 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
             commit_message="Data written by envserver",
         )
     except Exception as error:
-        raise _hub_refused(target, error) from error
+        raise _refused(f"{target} cannot be written", error) from error
     root = f"{HUB}datasets/{name}" + (f"/{below}" if below else "")
     return [f"{root}/{path.relative_to(folder).as_posix()}" for path in files]
 
@@ -508,20 +497,20 @@ def _data_set(target: str) -> tuple[str, str]:
     return "/".join(parts[1:3]), "/".join(parts[3:])
 
 
-def _library(name: str, target: str) -> Any:
+def _library(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         library = name.partition(".")[0]
         raise ConfigError(
-            f"Uploading to {target} needs {library}, which cannot be imported: {error}.",
+            f"{what} needs {library}, which cannot be imported: {error}.",
             hint=install_command("data"),
         ) from error
 
 
-def _hub_refused(target: str, error: Exception) -> StoreError:
+def _refused(what: str, error: Exception) -> StoreError:
     reason = " ".join(str(error).split())[:300]
-    return StoreError(f"{target} cannot be written: {type(error).__name__}: {reason}")
+    return StoreError(f"{what}: {type(error).__name__}: {reason}")
 
 
 def check_name(name: str) -> None:

@@ -262,7 +262,7 @@ def example_of(row: Json, *, think: Think = "none") -> Example | str:
 def tools_of(plan: Json) -> list[str]:
     if "steps" in plan:
         return [step["agent"] for step in plan["steps"]]
-    return [_tool(call) for call in plan["route_plan"]]
+    return [call[1:].partition("(")[0] for call in plan["route_plan"]]
 
 
 def route_of(plan: Json) -> str | None:
@@ -281,11 +281,6 @@ def route_of(plan: Json) -> str | None:
         stages.append("+".join(sorted(agents.get(name, "?") for name in ready)))
         order.done(*ready)
     return "->".join(stages)
-
-
-def _tool(call: str) -> str:
-    found = re.match(r"/([a-z-]+)", call)
-    return found[1] if found else call
 
 
 OnProgress = Callable[[int], None]
@@ -342,7 +337,7 @@ def prepare(
         if not kept:
             raise InputError(
                 f"None of the {read} rows of {source} is usable.",
-                hint=_reasons(dropped),
+                hint="; ".join(f"{count} times: {why}" for why, count in dropped.most_common(5)),
                 place=source,
             )
         parts = split_three(
@@ -399,10 +394,6 @@ def _histograms(facts: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, in
         for histogram, names in one.items():
             counted.setdefault(histogram, Counter()).update(names)
     return {histogram: dict(counts.most_common()) for histogram, counts in counted.items()}
-
-
-def _reasons(dropped: Counter[str]) -> str:
-    return "; ".join(f"{count} times: {reason}" for reason, count in dropped.most_common(5))
 
 
 Balance = Literal["none", "route", "difficulty", "both"]

@@ -118,26 +118,23 @@ def read_templates(path: Path) -> Templates:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    return templates_of(value, str(path))
-
-
-def templates_of(value: Any, where: str = "The templates") -> Templates:
     try:
         return Templates.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the top"
-        raise ConfigError(f"{where}: {place}: {first['msg']}.") from error
+        raise ConfigError(f"{path}: {place}: {first['msg']}.") from error
 
 
 def instruction_of(
     template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
 ) -> str | None:
     """Returns the model's instruction; None if a placeholder is empty that must not be."""
+    hops = [action for action in before if action.get("tool") == HOP]
     values = {
         "question": trajectory.get("question") or "",
-        "context": _context(before, shown.characters) if shown.context else "",
-        "notes": _notes(before, shown.characters) if shown.notes else "",
+        "context": _outputs(before, "\n\n", shown.characters) if shown.context else "",
+        "notes": _outputs(hops, "\n", shown.characters) if shown.notes else "",
         "path": _found(action, ["path"]),
     }
     used = {name for _, name, _, _ in string.Formatter().parse(template.instruction) if name}
@@ -161,14 +158,9 @@ def response_of(template: Template, action: Json) -> str:
     return said
 
 
-def _context(before: Sequence[Json], characters: int) -> str:
+def _outputs(before: Sequence[Json], between: str, characters: int) -> str:
     said = [_text(action.get("output")).strip() for action in before]
-    return "\n\n".join(text for text in said if text)[-characters:].lstrip()
-
-
-def _notes(before: Sequence[Json], characters: int) -> str:
-    said = [_text(one.get("output")).strip() for one in before if one.get("tool") == HOP]
-    return "\n".join(text for text in said if text)[-characters:].lstrip()
+    return between.join(text for text in said if text)[-characters:].lstrip()
 
 
 def _found(action: Json, names: Sequence[str]) -> str:
