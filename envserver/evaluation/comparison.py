@@ -1,9 +1,7 @@
 """Compares two runs over the same tasks, task by task. Pure.
 
-In: the task rows of two reports. Out: a `Comparison`: the mean difference with its interval and
-test, the tasks that were lost or won, and those that cannot be compared. Tasks are paired by
-environment and id; both sides are counted by the same rules; a task that counts on one side only is
-named and takes no part.
+Tasks are paired by environment and id; both sides are counted by the same rules; a task that counts
+on one side only is named and takes no part.
 """
 
 from __future__ import annotations
@@ -31,18 +29,14 @@ _SCALES: Final = (
 
 
 class SignTest(msgspec.Struct, frozen=True, kw_only=True):
-    """A two-sided test of "the mean difference is 0".
-
-    Args:
-        exact: over all choices of signs, not over `DRAWS` random ones.
-    """
+    """A two-sided test of "the mean difference is 0"; exact: over all choices of signs."""
 
     p_value: float
     exact: bool
 
 
 def sign_flip_test(differences: Sequence[float], *, seed: int = 0) -> SignTest:
-    """The test of paired differences; those of 0 say nothing, and without any other p is 1.
+    """Tests paired differences. Differences of 0 say nothing; without any other, p is 1.
 
     Without a difference between two runs, each pair's difference could as well have the other
     sign. The p-value is the share of all 2**n choices of signs whose sum is at least as far from 0
@@ -60,7 +54,7 @@ def sign_flip_test(differences: Sequence[float], *, seed: int = 0) -> SignTest:
 
 
 def _whole(values: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """`values` as whole numbers of steps, and how many steps are 1; None: there is no such step.
+    """Returns `values` as whole numbers of steps and the steps in 1; None: there is no such step.
 
     Rewards of 0 and 1 over k attempts differ by whole numbers of 1/k.
     """
@@ -75,7 +69,7 @@ def _whole(values: np.ndarray) -> tuple[np.ndarray, int] | None:
 
 
 def _exact_of_steps(steps: np.ndarray, scale: int, seen: float) -> float:
-    """The distribution of the sum of signed steps, one task after the other."""
+    """Adds up the distribution of the sum of signed steps, one task after the other."""
     chances = np.ones(1)
     for step in steps.tolist():
         wider = np.zeros(len(chances) + 2 * step)
@@ -95,7 +89,7 @@ def _enumerated(values: np.ndarray, seen: float) -> float:
 
 
 def _drawn(values: np.ndarray, seen: float, seed: int) -> float:
-    """The seen signs count as one of the draws, so that p is never 0."""
+    """Counts the observed signs as one of the draws, so that p is never 0."""
     rng = np.random.default_rng(seed)
     hits = 0
     for start in range(0, DRAWS, _ROWS_AT_ONCE):
@@ -109,11 +103,9 @@ _EQUAL = 1e-9
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """One measure over the tasks that both runs have.
+    """One measure over the tasks of both runs: the means `a` and `b`, and `difference`, b minus a.
 
-    Args:
-        a, b: the means of the two runs; `difference`: b minus a.
-        better, worse, equal: numbers of tasks at which b is better, worse or equal.
+    At `better` tasks b is better than a.
     """
 
     tasks: int
@@ -127,8 +119,6 @@ class Paired(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fourfold(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of tasks by which run passed them; each task has one attempt in each run."""
-
     both: int
     only_a: int
     only_b: int
@@ -136,8 +126,6 @@ class Fourfold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A task at which the two runs differ, with both mean rewards."""
-
     part: str
     task_id: str
     a: float
@@ -147,12 +135,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class PartComparison(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of one environment, or of all of them together.
 
-    Args:
-        reward, passed: mean reward, and the share of attempts that passed; None without a common
-            task.
-        fourfold: None where a task has several attempts.
-        only_a, only_b: ids of tasks that count in one run only.
-        other_tasks: ids that name different tasks in a and b; they take no part.
+    `reward` and `passed` are None without a common task, `fourfold` where a task has several
+    attempts. `other_tasks`: ids that name different tasks in a and b; they take no part.
     """
 
     name: str
@@ -167,14 +151,9 @@ class PartComparison(msgspec.Struct, frozen=True, kw_only=True):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of two runs.
 
-    Args:
-        a, b: names of the runs; `models`: the models of both.
-        rules: how both are counted.
-        parts: by environment; `together`: over all their tasks, where there are several.
-        parts_of_a, parts_of_b: environments that only one of them has.
-        settings: settings that differ: name -> the two values.
-        warnings: why the numbers may mislead.
-        changes: the tasks at which they differ, the largest loss of b first.
+    `together` is over the tasks of all parts, where there are several. `settings`: those that
+    differ, with both values. `changes`: the tasks at which the runs differ, the largest loss of b
+    first.
     """
 
     a: str
@@ -232,7 +211,6 @@ def compare(
 def task_pairs(
     a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules
 ) -> dict[str, list[Sides]]:
-    """Returns the tasks that count in both runs, by the name of their part."""
     found: dict[str, list[Sides]] = {}
     for name in a:
         if name in b:

@@ -1,8 +1,6 @@
 """Estimates from several attempts at each of many tasks. Pure and deterministic.
 
-For one task: `pass_at_k` (is one of k attempts a success?) and `pass_hat_k` (are all k?), both
-unbiased for k or more attempts. Over tasks: the mean with a bootstrap interval that resamples
-tasks, never attempts: attempts at one task are not independent evidence.
+Intervals resample tasks, never attempts: attempts at one task are not independent evidence.
 """
 
 from __future__ import annotations
@@ -20,12 +18,7 @@ _VALUES_AT_ONCE = 2_000_000
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over tasks.
-
-    Args:
-        low, high: its 95 % interval; None for a single task.
-        tasks: number of tasks.
-    """
+    """A mean over tasks, with its 95 % interval (None for a single task)."""
 
     value: float
     low: float | None

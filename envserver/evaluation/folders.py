@@ -1,9 +1,7 @@
-"""The folder of an evaluation: its files, and the report that follows from them.
+"""The folder of an evaluation: `run.json`, `groups.jsonl` and `tasks.jsonl` (of a baseline
+`groups-NAME.jsonl`, `tasks-NAME.jsonl`), and the report that follows from them and a `View`.
 
-`run.json` says what was run, `groups.jsonl` (for a baseline: `groups-NAME.jsonl`) holds the
-results, `tasks.jsonl` beside each holds what else is known about its tasks. A folder of several
-parts names their folders in its `run.json`. A report is a function of these files and of a `View`;
-made again it is the same, byte for byte.
+Made again from the same files, a report is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from envserver_records.costs import Prices, part
 from envserver_records.errors import InputError, UsageError
 from envserver_records.records import Split
 
-from ..export.stored_sources import files_of
+from ..export.stored_sources import files_of, records
 from ..settings.runs import Failures, Truncated
 from .report import (
     Counted,
@@ -50,12 +48,7 @@ Json = dict[str, Any]
 
 
 class HarnessRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A task of the harness that was run.
-
-    Args:
-        settings: the settings that decide results.
-        prompt_tokens, completion_tokens: over all calls; divided evenly among the documents.
-    """
+    """A task of the harness that was run; tokens are over all calls of its documents."""
 
     task: str
     model: str
@@ -78,8 +71,6 @@ class _Results(msgspec.Struct):
 
 
 class Harvest(msgspec.Struct, frozen=True, kw_only=True):
-    """One task as the harness wrote it: its numbers and the place of its documents."""
-
     task: str
     facts: HarnessFacts
     samples: Path
@@ -90,10 +81,8 @@ def harvest(folder: Path, *, metric: str | None, requests: int) -> list[Harvest]
     """Returns the tasks in a folder that the harness wrote to; of several runs the last.
 
     Args:
-        metric: the metric that gives rewards: "exact_match" or "exact_match,strict-match"; unset:
-            for each task the first metric that is a mean of per-document values from 0 to 1 where
-            higher is better.
-        requests: see `HarnessFacts`.
+        metric: "exact_match" or "exact_match,strict-match"; unset: for each task the first metric
+            that is a mean of per-document values from 0 to 1 where higher is better.
     """
     path = max(folder.rglob("results_*.json"), key=lambda path: path.name, default=None)
     if path is None:
@@ -124,7 +113,7 @@ def _harvested(
         if "," in name and isinstance(value, (int, float)) and not isinstance(value, bool)
     }
     by_filter: dict[str, list[Json]] = {}
-    for line in _lines(samples):
+    for line in records(samples, Json, "a sample of the harness"):
         by_filter.setdefault(line.get("filter", "none"), []).append(line)
     better = results.higher_is_better.get(task, {})
     for name in values:
@@ -159,7 +148,6 @@ def _is_wanted(name: str, metric: str | None, better: Mapping[str, bool | None])
 
 
 def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
-    """Whether the harness's value is the mean of per-document values that can be rewards."""
     found = [_value(line, measure) for line in lines]
     if not found or not all(found):
         return False
@@ -171,24 +159,12 @@ def _value(line: Json, measure: str) -> list[float]:
     return [float(value)] if isinstance(value, (int, float)) and 0 <= value <= 1 else []
 
 
-def _lines(path: Path) -> Iterator[Json]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                yield msgspec.json.decode(line, type=Json)
-            except msgspec.DecodeError as error:
-                raise InputError(
-                    f"{path}, line {number} is not a sample of the harness: {error}.",
-                    place=f"line {number}",
-                ) from error
-
-
 def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -> Report:
     path = folder / SAMPLES_FILE
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
     rules = counted.rules(group_size=1, seed=0)
-    results = _harness_results(list(_lines(path)), run)
+    results = _harness_results(list(records(path, Json, "a sample of the harness")), run)
     return Report(
         env=run.task,
         name=name or run.task,
@@ -200,8 +176,6 @@ def report_harness(folder: Path, name: str, run: HarnessRun, counted: Counted) -
         rules=rules,
         settings=run.settings,
         run=report_run(results, rules, counted.prices),
-        baselines={},
-        differences={},
         prices=counted.prices,
         harness=run.facts,
     )
@@ -260,7 +234,6 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing | None = None
 
     def over(self, before: Counted, model: str) -> Counted:
-        """Returns the rules of `before` with these overrides."""
         return Counted(
             pass_at=before.pass_at if self.pass_at is None else self.pass_at,
             worst=before.worst,
@@ -275,13 +248,10 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """An environment that was evaluated.
 
     Args:
-        env, sampling: the settings that decide results.
         agent: the program that played the agents (`--agent`); empty: the environment's own.
         shard: "2/4" where only every fourth task was tried, from the second on; empty: all.
         baselines: names of the baselines and variants that were run beside it.
-        variants: those which asked the same tasks in other words, with paraphrases by task id.
-        complete: whether all runs finished; `finished_at`: when (`time.time()`).
-        simulated: whether the model was the simulated engine.
+        variants: runs that asked the same tasks in other words, with paraphrases by task id.
     """
 
     environment: str
@@ -300,7 +270,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFile(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The contents of `run.json`: what was run in this folder, and which folders belong to it."""
+    """The contents of `run.json`; `parts` names the folders of a suite's parts."""
 
     name: str = ""
     evaluated: Evaluated | None = None
@@ -318,7 +288,6 @@ def tasks_path(folder: Path, baseline: str = "") -> Path:
 
 
 def read_run_file(folder: Path) -> RunFile | None:
-    """Reads what was run in a folder; None where nothing was."""
     path = folder / RUN_FILE
     if not path.exists():
         return None
@@ -334,7 +303,6 @@ def read_run_file(folder: Path) -> RunFile | None:
 
 
 def read_folder(folder: Path, view: View) -> list[Report]:
-    """Reads the reports of all parts of the evaluation in a folder, at least one."""
     found = list(_parts(folder, view))
     if not found:
         raise InputError(
@@ -417,9 +385,8 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
 
 
 def report_of_files(place: Path, view: View) -> list[Report]:
-    """Returns a report for each environment in a JSONL file of groups, or in a folder of them.
-
-    A task that came several times is one task with the attempts of all its groups.
+    """Returns a report for each environment in files of groups; groups of the same task are one
+    task.
     """
     by_env: dict[str, list[GroupFacts]] = {}
     for path in files_of(str(place)):
@@ -453,8 +420,6 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
         rules=rules,
         settings={"environment": env, "env": {"split": groups[0].split, "seed": groups[0].seed}},
         run=report_run(list(results.values()), rules, counted.prices),
-        baselines={},
-        differences={},
         prices=counted.prices,
     )
 

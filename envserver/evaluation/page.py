@@ -1,24 +1,22 @@
 """Reports and comparisons as self-contained HTML pages: no script, no other file.
 
-In: a `Report`, a `Suite` or a `Comparison`. Out: text. Whatever is in the data (names of tasks and
-models, labels) is escaped, with its invisible characters made visible; a content policy forbids
-scripts and requests.
+Data (names of tasks and models, labels) is escaped, with its invisible characters made visible; a
+content policy forbids scripts and requests.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import jinja2
 import msgspec
 
-from ..formats.shown_text import seen
+from ..export.pages import template
 from .comparison import Comparison, Paired
 from .estimators import Estimate
-from .report import Measures, Report, Rules, Suite, TaskRow, passes
+from .report import Measures, Report, Rules, Suite, TaskRow, attempts_of, passes
 from .tables import (
     comparison_notes,
     comparison_tables,
@@ -48,38 +46,12 @@ class Bar(msgspec.Struct, frozen=True):
     strong: bool = False
 
 
-class Curve(msgspec.Struct, frozen=True):
-    """A line of a chart; `points` in SVG's syntax."""
-
-    name: str
-    points: str
-    kind: str
-
-
-class TaskLine(msgspec.Struct, frozen=True):
-    """A task and its attempts, each as (colour class, text)."""
-
-    task_id: str
-    labels: str
-    mean: str
-    cells: list[tuple[str, str]]
-    more: int
-
-
-class Part(msgspec.Struct, frozen=True):
-    """The contents of the page for one report; `ends` are those of the lines of `bars`."""
-
-    report: Report
-    ends: tuple[float, float]
-    bars: list[Bar]
-    curves: list[Curve]
-    tasks: list[TaskLine]
-    more_tasks: int
+Json = dict[str, Any]
 
 
 def report_page(found: Report | Suite) -> str:
     parts = found.parts if isinstance(found, Suite) else [found]
-    return _template("report.html").render(
+    return template(__package__, "report.html").render(
         title="Evaluation" if isinstance(found, Suite) else f"Evaluation of {found.env}",
         model=found.model,
         at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.created_at)),
@@ -97,7 +69,7 @@ def comparison_page(found: Comparison) -> str:
     pairs = [(one.name, one.reward) for one in found.parts]
     if found.together is not None:
         pairs.append((found.together.name, found.together.reward))
-    return _template("comparison.html").render(
+    return template(__package__, "comparison.html").render(
         title=f"{found.b} against {found.a}",
         found=found,
         bars=_differences([(name, pair) for name, pair in pairs if pair is not None], found.rules),
@@ -108,35 +80,21 @@ def comparison_page(found: Comparison) -> str:
     )
 
 
-@functools.cache
-def _template(name: str) -> jinja2.Template:
-    loader = jinja2.PackageLoader(__package__)
-    undefined = jinja2.StrictUndefined
-    return jinja2.Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=undefined,
-        finalize=seen,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template(name)
-
-
-def _part(report: Report) -> Part:
+def _part(report: Report) -> Json:
     rows = sorted(report.run.tasks, key=_worst_first)
     estimates = list(_estimates(report))
     ends = _ends([one for _, one in estimates], report.rules)
-    return Part(
-        report=report,
-        ends=ends,
-        bars=[
+    return {
+        "report": report,
+        "ends": ends,
+        "bars": [
             _bar(name, one, ends, strong=number == 0 and report.run.overall is not None)
             for number, (name, one) in enumerate(estimates)
         ],
-        curves=list(_curves(report.run.overall)),
-        tasks=[_task_line(row, report.rules) for row in rows[:MOST_TASKS]],
-        more_tasks=max(0, len(rows) - MOST_TASKS),
-    )
+        "curves": list(_curves(report.run.overall)),
+        "tasks": [_task_line(row, report.rules) for row in rows[:MOST_TASKS]],
+        "more_tasks": max(0, len(rows) - MOST_TASKS),
+    }
 
 
 def _estimates(report: Report) -> Iterator[tuple[str, Estimate]]:
@@ -194,14 +152,10 @@ def _percent(value: float, ends: tuple[float, float]) -> float:
     return round(100 * min(1.0, max(0.0, (value - low) / (high - low))), 2)
 
 
-def _curves(overall: Measures | None) -> Iterator[Curve]:
-    if overall is None or len(overall.pass_at) < 2:
-        return
-    for name, values, kind in (
-        ("pass@k", overall.pass_at, "some"),
-        ("pass^k", overall.pass_hat, "every"),
-    ):
-        yield Curve(name, _points(values), kind)
+def _curves(overall: Measures | None) -> Iterator[Json]:
+    if overall is not None and len(overall.pass_at) >= 2:
+        yield {"name": "pass@k", "points": _points(overall.pass_at), "kind": "some"}
+        yield {"name": "pass^k", "points": _points(overall.pass_hat), "kind": "every"}
 
 
 def _points(values: Mapping[int, Estimate]) -> str:
@@ -216,20 +170,19 @@ def _worst_first(row: TaskRow) -> tuple[float, str]:
     return (_mean(row.rewards) if row.rewards else -math.inf, row.task_id)
 
 
-def _task_line(row: TaskRow, rules: Rules) -> TaskLine:
-    cut = row.truncated or [False] * len(row.rewards)
+def _task_line(row: TaskRow, rules: Rules) -> Json:
     cells = [
         (f"s{_shade(reward, rules)}", f"{reward:.3g}{', cut off' if was_cut else ''}")
-        for reward, was_cut in zip(row.rewards, cut, strict=True)
+        for reward, was_cut in attempts_of(row)
     ]
     cells += [("lost", "lost to infrastructure")] * row.lost
-    return TaskLine(
-        task_id=row.task_id,
-        labels=", ".join(f"{name} {value}" for name, value in row.labels.items()),
-        mean=f"{_mean(row.rewards):.3f}" if row.rewards else "-",
-        cells=cells[:_MOST_ATTEMPTS],
-        more=max(0, len(cells) - _MOST_ATTEMPTS),
-    )
+    return {
+        "task_id": row.task_id,
+        "labels": ", ".join(f"{name} {value}" for name, value in row.labels.items()),
+        "mean": f"{_mean(row.rewards):.3f}" if row.rewards else "-",
+        "cells": cells[:_MOST_ATTEMPTS],
+        "more": max(0, len(cells) - _MOST_ATTEMPTS),
+    }
 
 
 def _shade(reward: float, rules: Rules) -> int:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
 import msgspec
-from envserver_records.errors import ConfigError, InputError
+from envserver_records.errors import ConfigError
 from envserver_records.records import Task
+
+from ..export.stored_sources import records
 
 QUESTIONS: Final = ("question", "query", "problem", "instruction", "prompt")
 """Names under which the public part of a task may hold its question; the first one counts."""
@@ -32,7 +35,7 @@ _SPACE_SHARE: Final = 0.2
 
 
 def typos(text: str, rng: random.Random) -> str:
-    """Swaps two letters within a tenth of the words of a stretch of text, at least within one."""
+    """Swaps two letters in a tenth of the words, at least in one."""
     words = [match.start() for match in _WORD.finditer(text)]
     chosen = set(rng.sample(words, math.ceil(len(words) * _TYPO_SHARE)))
 
@@ -47,12 +50,11 @@ def typos(text: str, rng: random.Random) -> str:
 
 
 def lower_case(text: str, rng: random.Random) -> str:
-    """Writes words without capitals."""
     return _CAPITAL.sub(lambda match: match[0].lower(), text)
 
 
 def spaces(text: str, rng: random.Random) -> str:
-    """Doubles a fifth of the spaces of a stretch of text, at least one."""
+    """Doubles a fifth of the spaces, at least one."""
     places = [match.start() for match in _SPACE.finditer(text)]
     chosen = set(rng.sample(places, math.ceil(len(places) * _SPACE_SHARE)))
     return _SPACE.sub(lambda match: "  " if match.start() in chosen else " ", text)
@@ -89,7 +91,6 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     paraphrases: Mapping[str, str] = {}
 
     def asked(self, task: Task) -> Task | None:
-        """Returns the task so asked; None if there is no paraphrase of it."""
         name = next((one for one in QUESTIONS if task.public.get(one)), None)
         question = task.public.get(name) if name else None
         if name is None or not isinstance(question, str):
@@ -107,11 +108,8 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def askings(kinds: list[str], paraphrases: Path | None) -> dict[str, Asking]:
-    """Returns the ways to ask beside the original, by name.
-
-    Args:
-        paraphrases: JSONL of {"task_id", "question"}; the n-th one of each task is
-            `paraphrase_n`.
+    """Returns the ways to ask beside the original, by name; `paraphrases`: JSONL of {"task_id",
+    "question"}.
     """
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
@@ -131,25 +129,14 @@ class _Line(msgspec.Struct):
 
 def _read(path: Path) -> list[dict[str, str]]:
     found: list[dict[str, str]] = []
-    counts: dict[str, int] = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.", place=str(path)) from error
-    for number, line in enumerate(lines, 1):
-        try:
-            one = msgspec.json.decode(line, type=_Line)
-        except msgspec.DecodeError as error:
-            raise InputError(
-                f"{path}, line {number} is not a paraphrase: {error}.", place=f"line {number}"
-            ) from error
-        place = counts[one.task_id] = counts.get(one.task_id, -1) + 1
-        if place == len(found):
+    counts: Counter[str] = Counter()
+    for line in records(path, _Line, "a paraphrase"):
+        if counts[line.task_id] == len(found):
             found.append({})
-        found[place][one.task_id] = one.question
+        found[counts[line.task_id]][line.task_id] = line.question
+        counts[line.task_id] += 1
     return found
 
 
 def settings_of(askings: Mapping[str, Asking]) -> dict[str, dict[str, str]]:
-    """Returns what decides the results of these runs: their paraphrases, by name."""
     return {name: dict(one.paraphrases) for name, one in askings.items()}

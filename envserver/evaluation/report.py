@@ -1,14 +1,12 @@
 """Makes a report from results: how good, how sure, at what cost. Pure.
 
-Every number has a declared denominator (`Rules`: whether attempts count that infrastructure
-failures ended, or in which the model was cut off); an attempt passes with a reward of at least
-`Rules.pass_at`.
+Every number has a declared denominator: `Rules` says which attempts count, and what passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,14 +18,10 @@ from .results import AttemptResult, Stepped, TaskResult, shortest, step_measures
 
 
 class Robustness(msgspec.Struct, frozen=True, kw_only=True):
-    """Measures over tasks that were asked in several ways: originally, and in variants.
+    """Measures over tasks that were asked in several ways.
 
-    Args:
-        variants: names of the runs with other words.
-        consistency: the chance that an attempt at the original and one at a variant both pass or
-            both fail.
-        worst_reward: mean reward of the worst way to ask, for each task.
-        worst_pass: share of attempts that pass at the worst way to ask, for each task.
+    `consistency`: the chance that an attempt at the original and one at a variant both pass or both
+    fail; `worst_*`: reward and share of passes of the worst way to ask each task.
     """
 
     variants: list[str]
@@ -87,10 +81,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         group_size: attempts planned for each task.
         pass_at: the smallest reward of a success.
-        failures: an attempt lost to an infrastructure failure: left out (drop), or counted as
-            `worst` (zero).
+        failures: an attempt lost to an infrastructure failure: left out, or counted as `worst`.
         truncated: an attempt in which the model was cut off: counts its score, `worst`, or nothing.
-        seed: seed of the intervals.
         worst, best: the environment's lowest and highest reward, 0 and 1 in most.
     """
 
@@ -114,24 +106,16 @@ class Counted(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     best: float = 1.0
 
     def rules(self, *, group_size: int, seed: int) -> Rules:
-        return Rules(
-            group_size=group_size,
-            pass_at=self.pass_at,
-            worst=self.worst,
-            best=self.best,
-            failures=self.failures,
-            truncated=self.truncated,
-            seed=seed,
-        )
+        names = ("pass_at", "failures", "truncated", "worst", "best")
+        own = {name: getattr(self, name) for name in names}
+        return Rules(group_size=group_size, seed=seed, **own)
 
 
 class Measures(msgspec.Struct, frozen=True, kw_only=True):
-    """Results over some tasks.
+    """Results over the tasks and attempts that count.
 
-    Args:
-        tasks, rollouts: numbers of those that count.
-        mean_reward: mean over tasks of the mean over each task's attempts (avg@k).
-        pass_at, pass_hat: pass@k and pass^k by k, over the tasks with at least k attempts.
+    `mean_reward` is the mean over tasks of the mean over each task's attempts (avg@k); `pass_at`
+    and `pass_hat` have pass@k and pass^k by k, over the tasks with at least k attempts.
     """
 
     tasks: int
@@ -144,12 +128,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True):
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of tasks and attempts.
 
-    Args:
-        tasks: tasks that were tried; `tasks_lost`: those without any scored attempt.
-        scored, lost: attempts with a score, and those lost to infrastructure failures.
-        truncated: scored attempts in which the model was cut off.
-        limits: scored attempts that a limit ended, by limit.
-        failed: failed attempts, retried ones included, by kind of failure.
+    `tasks_lost`: tasks without any scored attempt. `lost`: attempts lost to infrastructure
+    failures. `failed`: failed attempts by kind of failure, retried ones included.
     """
 
     tasks: int
@@ -164,9 +144,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of scored attempts: means over them, and `total_*` of all together.
 
-    Args:
-        cost: mean, the judge's included, in `currency`; None without known prices.
-        cost_of_pass: total cost divided by the attempts that passed; None where none did.
+    `cost` includes the judge's, None without known prices; `cost_of_pass` is per passing attempt.
     """
 
     turns: float
@@ -187,12 +165,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One task: the rewards of its scored attempts, and what is known about it.
-
-    Args:
-        truncated: for each of these attempts, whether the model was cut off.
-        digest: see `TaskResult`.
-    """
+    """One task: rewards of its scored attempts, and whether the model was cut off in each."""
 
     task_id: str
     rewards: list[float]
@@ -203,15 +176,13 @@ class TaskRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One run over the tasks.
+    """One run over the tasks; `overall` is None where no attempt counts.
 
     Args:
-        overall: None where no attempt counts.
         by: measures by name and value of a label; under "agent", where agents have rewards of their
-            own, by agent; under "correct", for metrics `correct_<type>`, by type: there the measure
-            is that metric.
+            own, by agent; under "correct", for metrics `correct_<type>`, by type.
         components, metrics: means over the scored attempts that have them.
-        steps: measures of the logged steps, by name (`step_measures`); empty without any.
+        steps: measures of the logged steps, by name (`step_measures`).
     """
 
     overall: Measures | None
@@ -227,10 +198,8 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 class HarnessFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A task of lm-evaluation-harness, in its own numbers.
 
-    Args:
-        metric, filter: the metric that gives the rewards here.
-        values: all metrics: "metric,filter" -> value, "metric_stderr,filter" -> its error.
-        requests: model calls of one run of the harness, all its tasks together.
+    `metric` and `filter` give the rewards here; `values` has all metrics: "metric,filter" -> value,
+    "metric_stderr,filter" -> its error; `requests` counts the calls of all tasks of the run.
     """
 
     version: str
@@ -248,15 +217,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         env: the environment, or the task of a harness.
         name: name among other reports; `env` where it is unique.
-        complete: whether every run finished.
-        simulated: whether the model was simulated; then nothing here measures a real model.
         created_at: `time.time()`.
-        settings: of the environment and the sampling.
-        prices: prices behind `Costs`.
-        baselines: runs to compare `run` with, by name.
+        baselines: runs to compare `run` with, by name; those in other words, too (`robustness`).
         differences: mean reward of `run` minus the baseline's, over the tasks of both.
         harness: what the harness measured; None for our own evaluations.
-        robustness: where tasks were asked in other words, too (`baselines` has these runs).
     """
 
     env: str
@@ -268,8 +232,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     settings: dict[str, Any]
     run: RunReport
-    baselines: dict[str, RunReport]
-    differences: dict[str, Estimate]
+    baselines: dict[str, RunReport] = {}
+    differences: dict[str, Estimate] = {}
     name: str = ""
     prices: Prices | None = None
     harness: HarnessFacts | None = None
@@ -308,7 +272,6 @@ def report_run(
 
 
 def asked_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, Asked]:
-    """Returns mean reward and share of passing attempts, by task that counts."""
     counted = {result.task_id: rewards_of(result, rules) for result in results}
     return {
         task_id: Asked(
@@ -339,10 +302,13 @@ def rewards_of(result: TaskResult, rules: Rules) -> list[float]:
 
 def counted_rewards(row: TaskRow, rules: Rules) -> list[float]:
     """Likewise for a row of a report, by `rules` that may differ from the report's own."""
-    cut = row.truncated or [False] * len(row.rewards)
-    found = [_counted(one, was_cut, rules) for one, was_cut in zip(row.rewards, cut, strict=True)]
-    zeros = [rules.worst] * row.lost if rules.failures == "zero" else []
-    return [value for value in found if value is not None] + zeros
+    found = [_counted(*attempt, rules) for attempt in attempts_of(row)]
+    return [value for value in found if value is not None] + _zeros(row, rules)
+
+
+def attempts_of(row: TaskRow) -> Iterator[tuple[float, bool]]:
+    """Yields the reward of each attempt, and whether the model was cut off in it."""
+    return zip(row.rewards, row.truncated or [False] * len(row.rewards), strict=True)
 
 
 def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
@@ -352,12 +318,11 @@ def _counted(value: float, truncated: bool, rules: Rules) -> float | None:
     return rules.worst if rules.truncated == "zero" else None
 
 
-def _zeros(result: TaskResult, rules: Rules) -> list[float]:
+def _zeros(result: TaskResult | TaskRow, rules: Rules) -> list[float]:
     return [rules.worst] * result.lost if rules.failures == "zero" else []
 
 
 def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None:
-    """Measures tasks, each with the values of its attempts; None where there is no value."""
     tried = [task for task in values if task]
     if not tried:
         return None
@@ -378,15 +343,13 @@ def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None
 
 
 def passes(value: float, rules: Rules) -> bool:
-    """Returns whether an attempt with this reward is a success."""
     return value >= rules.pass_at - _ROUNDING
 
 
 def difference(
     run: Sequence[TaskResult], baseline: Sequence[TaskResult], rules: Rules
 ) -> Estimate | None:
-    """Returns the mean reward of `run` minus that of `baseline` over paired tasks; None without a
-    pair."""
+    """Returns the mean reward of `run` minus that of `baseline` over the tasks of both, if any."""
     others = {result.task_id: rewards_of(result, rules) for result in baseline}
     pairs = [(rewards_of(result, rules), others.get(result.task_id)) for result in run]
     values = [
@@ -400,18 +363,15 @@ def _by_kind(results: Sequence[TaskResult], rules: Rules) -> dict[str, dict[str,
     agents = dict.fromkeys(
         name for result in results for one in result.attempts for name in one.rewards
     )
-    if agents:
-        kinds["agent"] = {
-            name: found for name in agents if (found := _of_agent(results, name, rules)) is not None
-        }
     metrics = {name for result in results for one in result.attempts for name in one.metrics}
-    names = sorted(name for name in metrics if name.startswith(CORRECT))
-    if names:
-        kinds["correct"] = {
-            name.removeprefix(CORRECT): found
-            for name in names
-            if (found := _of_metric(results, name, rules)) is not None
-        }
+    correct = sorted(name for name in metrics if name.startswith(CORRECT))
+    for kind, values, names in (("agent", "rewards", agents), ("correct", "metrics", correct)):
+        if names:
+            kinds[kind] = {
+                name.removeprefix(CORRECT) if kind == "correct" else name: found
+                for name in names
+                if (found := _of_named(results, values, name, rules)) is not None
+            }
     return kinds
 
 
@@ -433,27 +393,17 @@ def _of_label(
             yield value, found
 
 
-def _of_agent(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    return _of_named(results, name, lambda attempt: attempt.rewards, rules)
-
-
-def _of_metric(results: Sequence[TaskResult], name: str, rules: Rules) -> Measures | None:
-    return _of_named(results, name, lambda attempt: attempt.metrics, rules)
-
-
 def _of_named(
-    results: Sequence[TaskResult],
-    name: str,
-    values_of: Callable[[AttemptResult], Mapping[str, float]],
-    rules: Rules,
+    results: Sequence[TaskResult], values: str, name: str, rules: Rules
 ) -> Measures | None:
-    values = []
+    """Measures by one of the attempts' named `values`: their rewards or metrics."""
+    counted = []
     for result in results:
-        having = [one for one in result.attempts if name in values_of(one)]
-        said = [_counted(values_of(one)[name], one.truncated, rules) for one in having]
+        having = [one for one in result.attempts if name in getattr(one, values)]
+        found = [_counted(getattr(one, values)[name], one.truncated, rules) for one in having]
         if having:
-            values.append([value for value in said if value is not None] + _zeros(result, rules))
-    return measured(values, rules)
+            counted.append([value for value in found if value is not None] + _zeros(result, rules))
+    return measured(counted, rules)
 
 
 def _counts(results: Sequence[TaskResult]) -> Counts:
@@ -519,11 +469,7 @@ def _means(all_values: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over all parts, without baselines.
-
-    Args:
-        cost: None where no part has prices, or their currencies differ.
-    """
+    """Totals over all parts, without baselines; no cost where currencies differ."""
 
     tasks: int
     tasks_lost: int
@@ -538,13 +484,10 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation of several parts.
+    """An evaluation of several parts; `model` joins their models with commas.
 
-    Args:
-        model: the model of all parts; several are joined with commas.
-        average: mean over the parts of their mean reward, equally weighted; `average_pass`: of
-            pass@1. None where nothing counts.
-        parts: in the order in which they were requested.
+    `average` is the mean over the parts of their mean reward, equally weighted; `average_pass` that
+    of pass@1. None where nothing counts.
     """
 
     model: str
@@ -559,7 +502,6 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def suite_of(parts: Sequence[Report]) -> Suite:
-    """Makes one report of at least one part."""
     rewards = [
         [found for row in part.run.tasks if (found := counted_rewards(row, part.rules))]
         for part in parts

@@ -14,11 +14,10 @@ from typing import Final
 import msgspec
 import orjson
 from envserver_records.costs import Cost, JudgeUsage, Prices
-from envserver_records.errors import InputError
 from envserver_records.records import Task
 
 from ..actions import CUT
-from ..export.stored_sources import opened
+from ..export.stored_sources import records
 from .estimators import Estimate, estimate
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the
@@ -30,8 +29,6 @@ _NOTHING: Final = frozenset((b"", b"null", b'""', b"{}", b"[]"))
 
 
 class Action(msgspec.Struct, frozen=True):
-    """A logged action, as far as its step is measured."""
-
     tool: str = ""
     input: msgspec.Raw = msgspec.Raw(b"")
     output: msgspec.Raw = msgspec.Raw(b"")
@@ -65,8 +62,6 @@ def steps_of(actions: Iterable[Action]) -> Steps:
 
 
 class Stepped(msgspec.Struct, frozen=True):
-    """The steps of a scored attempt, and whether it passed."""
-
     steps: Steps
     passed: bool
 
@@ -109,13 +104,11 @@ LABELS = ("level", "type", "domain", "data_set")
 
 
 class AttemptSandbox(msgspec.Struct, frozen=True):
-    """Seconds in which programs of one attempt ran in sandboxes."""
-
     wall_seconds: float = 0.0
 
 
 class AttemptUsage(msgspec.Struct, frozen=True):
-    """Usage of one attempt, see `records.Usage`: tokens of all calls, seconds of wall clock."""
+    """Usage of one attempt, see `records.Usage`."""
 
     seconds: float = 0.0
     prompt_tokens: int = 0
@@ -143,11 +136,7 @@ class AttemptUsage(msgspec.Struct, frozen=True):
 
 
 class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One scored rollout; fields as in `records.Trajectory` and its score.
-
-    Args:
-        actions: only while a line is read; then `steps` has their counts (None: no actions).
-    """
+    """One scored rollout; `actions` only while a line is read, then counted in `steps`."""
 
     reward: float
     rewards: dict[str, float] = {}
@@ -170,11 +159,8 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """The attempts at one task.
 
-    Args:
-        lost: attempts lost to infrastructure failures; they have no score.
-        failed: failed attempts, retried ones included, by kind of failure.
-        labels: what kind of task it is, by name (`LABELS`).
-        digest: digest of what the task asks; "" where unknown.
+    `lost` attempts have no score; `failed` counts failures by kind, retried ones included; `digest`
+    is that of what the task asks, "" where unknown.
     """
 
     task_id: str
@@ -190,8 +176,6 @@ class _FailureKind(msgspec.Struct):
 
 
 class GroupFacts(msgspec.Struct):
-    """The part of a group that reports need. Fields as in the file."""
-
     group_id: str
     task_id: str
     model: str
@@ -230,29 +214,14 @@ def read_results(path: Path, *, group_size: int) -> Results:
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
     """Yields the groups of a file, compressed or not, without an unfinished last line."""
-    decoder = msgspec.json.Decoder(_Line)
-    with opened(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                facts = decoder.decode(line).envserver
-            except msgspec.DecodeError as error:
-                if not line.endswith(b"\n"):
-                    return  # its writer was killed, or is at it
-                raise InputError(
-                    f"{path}, line {number} is not a group of this project: {error}.",
-                    place=f"line {number}",
-                ) from error
-            facts.rollouts = [one.counted() for one in facts.rollouts]
-            yield facts
+    for line in records(path, _Line, "a group of this project", may_be_torn=True):
+        facts = line.envserver
+        facts.rollouts = [one.counted() for one in facts.rollouts]
+        yield facts
 
 
 class TaskFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Facts about a task that a groups file lacks: a line of `tasks.jsonl`.
-
-    Args:
-        labels, digest: see `TaskResult`.
-        dropped: for a group that was dropped, the failures of its attempts by kind; else None.
-    """
+    """A line of `tasks.jsonl`; `dropped`: failures by kind, for a group that was dropped."""
 
     group_id: str
     task_id: str
@@ -276,31 +245,13 @@ def digest_of(asked: object) -> str:
 
 
 def read_tasks(path: Path) -> list[TaskFacts]:
-    """Reads the tasks of an evaluation, in their order."""
-    decoder = msgspec.json.Decoder(TaskFacts)
-    found = []
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.", place=str(path)) from error
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            raise InputError(
-                f"{path}, line {number} is not a task: {error}.", place=f"line {number}"
-            ) from error
-    return found
+    return list(records(path, TaskFacts, "a task"))
 
 
 def results_of_tasks(
     results: Mapping[str, TaskResult], tasks: Iterable[TaskFacts], *, group_size: int
 ) -> list[TaskResult]:
-    """Returns the results of those `tasks` that have any, by group id, with what is known of the
-    task.
-
-    All attempts of a dropped group are lost.
-    """
+    """Returns the results of `tasks` that have any; all attempts of a dropped group are lost."""
     found = []
     for facts in tasks:
         result = results.get(facts.group_id)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from .comparison import Comparison, Fourfold, Paired, PartComparison
+from .comparison import Comparison, Paired, PartComparison
 from .estimators import Estimate
-from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite
+from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite, attempts_of
 
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
 _TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}
@@ -30,7 +30,6 @@ class TextTable(msgspec.Struct, frozen=True):
 
 
 def tables_of(report: Report) -> list[TextTable]:
-    """Returns the tables: results, by number of attempts, steps, counts, costs, means."""
     tables = [
         _results(report),
         _robustness(report),
@@ -45,7 +44,6 @@ def tables_of(report: Report) -> list[TextTable]:
 
 
 def notes_of(report: Report) -> list[str]:
-    """Explains how to read the numbers, in a sentence or two each."""
     notes = [_who_measured(report), *_denominators(report.rules, report)]
     if report.prices is not None:
         prices = report.prices
@@ -58,7 +56,6 @@ def notes_of(report: Report) -> list[str]:
 
 
 def warnings_of(report: Report | Suite) -> list[str]:
-    """Says why the numbers may mislead."""
     if isinstance(report, Suite):
         sentences = (
             f"{part.name}: {note}"
@@ -111,7 +108,6 @@ def _denominators(rules: Rules, report: Report) -> list[str]:
 
 
 def summary_of(suite: Suite) -> TextTable:
-    """Returns a row for each part, and their mean."""
     sizes = {part.rules.group_size for part in suite.parts}
     k = str(sizes.pop()) if len(sizes) == 1 else "k"
     header = ["", "tasks", "mean reward", "pass@1", f"pass^{k}", "lost", "cut off"]
@@ -317,16 +313,11 @@ def _took(report: Report) -> TextTable:
 def _harness(report: Report) -> TextTable:
     values = report.harness.values if report.harness is not None else {}
     rows = [
-        [name, _number(value), _number(values.get(_error_name(name)))]
+        [name, _number(value), _number(values.get(name.replace(",", "_stderr,", 1)))]
         for name, value in values.items()
         if "_stderr" not in name
     ]
     return TextTable("The harness's own numbers", ["metric, filter", "value", "error"], rows)
-
-
-def _error_name(name: str) -> str:
-    measure, _, filtered = name.partition(",")
-    return f"{measure}_stderr,{filtered}"
 
 
 def _means(report: Report) -> TextTable:
@@ -374,7 +365,6 @@ _LEVEL = 0.05
 
 
 def comparison_tables(found: Comparison) -> list[TextTable]:
-    """Mean rewards, passes, who passed which, the tasks that differ most, settings that differ."""
     rewards = [(one.name, one.reward) for one in _all(found)]
     passed = [(one.name, one.passed) for one in _all(found)]
     tables = [
@@ -396,12 +386,16 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
 
 
 def verdicts_of(found: Comparison) -> list[str]:
-    """Returns the result in a sentence for each environment and one for all."""
-    return list(_verdicts(found))
+    verdicts = []
+    for part in _all(found):
+        verdict = "No task counts on both sides: nothing could be compared."
+        if part.reward is not None:
+            verdict = _verdict(part.reward, found)
+        verdicts.append(verdict if len(found.parts) == 1 else f"{part.name}: {verdict}")
+    return verdicts
 
 
 def comparison_notes(found: Comparison) -> list[str]:
-    """Says what could not be compared and how the rest was tested."""
     return [
         *_about_tasks(found),
         *found.warnings,
@@ -429,15 +423,6 @@ def comparison_markdown(found: Comparison) -> str:
 
 def _all(found: Comparison) -> list[PartComparison]:
     return [*found.parts, *([found.together] if found.together is not None else [])]
-
-
-def _verdicts(found: Comparison) -> Iterator[str]:
-    for part in [*found.parts, *([found.together] if found.together is not None else [])]:
-        name = "" if len(found.parts) == 1 else f"{part.name}: "
-        if part.reward is None:
-            yield f"{name}No task counts on both sides: nothing could be compared."
-            continue
-        yield f"{name}{_verdict(part.reward, found)}"
 
 
 def _verdict(pair: Paired, found: Comparison) -> str:
@@ -493,13 +478,11 @@ def _paired_table(
 def _fourfold(found: Comparison) -> TextTable:
     header = ["", "both", f"only {found.a}", f"only {found.b}", "neither"]
     rows = [
-        [part.name, *_counts(part.fourfold)] for part in _all(found) if part.fourfold is not None
+        [part.name, *map(str, msgspec.structs.astuple(part.fourfold))]
+        for part in _all(found)
+        if part.fourfold is not None
     ]
     return TextTable("Tasks passed by", header, rows)
-
-
-def _counts(four: Fourfold) -> list[str]:
-    return [str(one) for one in (four.both, four.only_a, four.only_b, four.neither)]
 
 
 def _changes(found: Comparison) -> TextTable:
@@ -531,11 +514,7 @@ COLUMNS = ("evaluation", "environment", "model", "run", "task_id", "attempt", "r
 
 
 def csv_of(reports: Sequence[Report]) -> str:
-    """Returns the attempts that have a score, of the model and of each baseline.
-
-    `run` is empty for the model's own run. A text that a spreadsheet would take for a formula
-    follows an apostrophe.
-    """
+    """Returns the scored attempts of each run; what a spreadsheet takes for a formula is quoted."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -543,8 +522,7 @@ def csv_of(reports: Sequence[Report]) -> str:
         for name, run in {"": report.run, **report.baselines}.items():
             start = [_plain(text) for text in (report.name, report.env, report.model, name)]
             for task in run.tasks:
-                cut = task.truncated or [False] * len(task.rewards)
-                for attempt, (reward, was_cut) in enumerate(zip(task.rewards, cut, strict=True), 1):
+                for attempt, (reward, was_cut) in enumerate(attempts_of(task), 1):
                     writer.writerow([*start, _plain(task.task_id), attempt, reward, int(was_cut)])
     return out.getvalue()
 

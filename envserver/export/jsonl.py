@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,11 +20,12 @@ import msgspec
 import numpy as np
 import orjson
 import structlog
-from envserver_records.errors import ConfigError, Failure, InputError, StoreError
+from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.files import replacing_path, write_failure
 from envserver_records.records import Group, Split, Tokens, Trajectory, chained, digest_after
-from envserver_records.tasks import TurnReward, range_as_json, range_from_json
+from envserver_records.tasks import range_as_json, range_from_json
 from envserver_records.timings import compact_timing
+from msgspec.structs import asdict
 
 from ..formats.atropos import ScoreRange, expert_rows, group_to_atropos, image_data
 from ..rollouts.estimates import Scored, scored
@@ -38,11 +40,6 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, file: IO[bytes], *, replaces: bool) -> None:
-        """
-        Args:
-            file: `path`, opened to append and locked; the caller closes it.
-            replaces: the first line replaces the file by a rename.
-        """
         self._path = path.resolve()
         self._file = file
         self._replaces = replaces
@@ -115,42 +112,41 @@ def lock(file: IO[bytes], path: Path) -> None:
 def digest_after_last_line(file: IO[bytes]) -> str:
     """Returns the `previous` of a line that is appended to `file`, which holds whole lines."""
     end = file.seek(0, os.SEEK_END)
-    pieces: list[bytes] = []
-    start = end
-    while start:
-        size = min(start, 65536)
-        start -= size
-        file.seek(start)
-        piece = file.read(size)
-        body = piece[:-1] if not pieces else piece  # the newline that ends the file
-        at = body.rfind(b"\n")
-        pieces.append(piece[at + 1 :])
-        if at >= 0:
-            break
-    return digest_after(b"".join(reversed(pieces))) if end else ""
+    start = file.seek(_line_start(file, end - 1))
+    return digest_after(file.read(end - start)) if end else ""
 
 
 def cut_torn_line(file: IO[bytes]) -> int:
     """Removes what follows the last newline; returns the number of bytes removed."""
     size = file.seek(0, os.SEEK_END)
-    end = size
-    while end:
-        start = max(0, end - 65536)
-        file.seek(start)
-        at = file.read(end - start).rfind(b"\n")
-        if at >= 0:
-            end = start + at + 1
-            break
-        end = start
+    end = _line_start(file, size)
     if end < size:
         file.truncate(end)
         os.fsync(file.fileno())
     return size - end
 
 
+def _line_start(file: IO[bytes], end: int) -> int:
+    """Returns where the line begins that is cut off at `end`; reads backwards."""
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        at = file.read(end - start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
 log = structlog.get_logger()
 
 SCHEMA_VERSION = 1
+_OF_GROUP = (
+    *("group_id", "index", "env", "task_id", "split", "seed", "model", "policy_version"),
+    *("rendering", "services", "created_at"),
+)
+_OF_ROLLOUT = ("output", "finish_reason", "truncated", "limit", "turns", "tools", "flags")
+_IF_ANY = ("hooks", "egress", "timings", "attempts", "printed")
 _BEGINNING = b'{"tokens"'
 
 
@@ -162,30 +158,15 @@ def group_line(
     include_actions: bool = False,
     include_experts: bool = False,
 ) -> bytes:
-    """Returns `group` as one line of JSON with its newline.
-
-    Keys: those of an Atropos scored data group (entry i of each list is one training sequence), and
-    `envserver`: the group's origin and what is known about each rollout (`rows`: its rows). Kept
-    calls (`tokens.keep_calls`) are included, with what replaying them needs.
-    """
+    """Returns `group` as one line of JSON with its newline: Atropos's keys, and `envserver`."""
     line: dict[str, Any] = group_to_atropos(
         group, include_messages=include_messages, score_range=score_range
     )
     line["envserver"] = {
         "schema_version": SCHEMA_VERSION,
-        "group_id": group.group_id,
-        "index": group.index,
-        "env": group.env,
-        "task_id": group.task_id,
-        "split": group.split,
-        "seed": group.seed,
-        "model": group.model,
-        "policy_version": group.policy_version,
-        "rendering": group.rendering,
-        "services": group.services,
-        "created_at": group.created_at,
+        **{name: getattr(group, name) for name in _OF_GROUP},
         "rollouts": _rollouts(group.trajectories, include_actions, include_messages),
-        "failures": [_failure(failure) for failure in group.failures],
+        "failures": [asdict(failure) for failure in group.failures],
         "asked": group.asked,
         "lost": group.lost,
         "reward_range": range_as_json(group.reward_range),
@@ -223,21 +204,15 @@ def _rollouts(
                 "components": trajectory.score.components,
                 "metrics": trajectory.score.metrics,
                 "rewards": trajectory.score.rewards,
-                "turn_rewards": [_turn(one) for one in trajectory.score.turns],
-                "logged_turn_rewards": [_turn(one) for one in trajectory.turn_rewards],
+                "turn_rewards": [asdict(reward) for reward in trajectory.score.turns],
+                "logged_turn_rewards": [asdict(reward) for reward in trajectory.turn_rewards],
                 "agent_calls": trajectory.agent_calls,
                 "agent_metrics": trajectory.metrics,
-                "output": trajectory.output,
-                "finish_reason": trajectory.finish_reason,
-                "truncated": trajectory.truncated,
-                "limit": trajectory.limit,
-                "turns": trajectory.turns,
-                "tools": trajectory.tools,
-                "flags": trajectory.flags,
+                **{name: getattr(trajectory, name) for name in _OF_ROLLOUT},
                 "versions": [_spans(row.versions) for row in trajectory.sequences],
                 "agents": [row.agent for row in trajectory.sequences],
                 "row_flags": [row.flags for row in trajectory.sequences],
-                "others": [msgspec.structs.asdict(other) for other in trajectory.others],
+                "others": [asdict(other) for other in trajectory.others],
                 "usage": msgspec.to_builtins(trajectory.usage),
                 "started_at": trajectory.started_at,
             }
@@ -246,16 +221,11 @@ def _rollouts(
             facts[-1]["messages"] = trajectory.messages
         if include_actions:
             facts[-1]["actions"] = trajectory.actions
-        if trajectory.hooks:
-            facts[-1]["hooks"] = msgspec.to_builtins(trajectory.hooks)
-        if trajectory.egress:
-            facts[-1]["egress"] = msgspec.to_builtins(trajectory.egress)
-        if trajectory.timings:
-            facts[-1]["timings"] = [compact_timing(one) for one in trajectory.timings]
-        if trajectory.attempts:
-            facts[-1]["attempts"] = msgspec.to_builtins(trajectory.attempts)
-        if trajectory.printed:
-            facts[-1]["printed"] = msgspec.to_builtins(trajectory.printed)
+        for name in _IF_ANY:
+            if (values := getattr(trajectory, name)) and name != "timings":
+                facts[-1][name] = msgspec.to_builtins(values)
+            elif values:
+                facts[-1][name] = [compact_timing(timing) for timing in values]
         if trajectory.calls:
             facts[-1] |= kept_calls(trajectory)
         row += rows
@@ -268,10 +238,6 @@ def _has_row_of_main_agent(trajectory: Trajectory) -> bool:
     return not agents <= others
 
 
-def _turn(reward: TurnReward) -> dict[str, Any]:
-    return msgspec.structs.asdict(reward)
-
-
 def _spans(versions: Tokens) -> list[list[int]]:
     """Returns runs of equal values as [value, start, end)."""
     ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
@@ -279,30 +245,13 @@ def _spans(versions: Tokens) -> list[list[int]]:
     return [[int(versions[start]), start, end] for start, end in zip(starts, ends, strict=True)]
 
 
-def _failure(failure: Failure) -> dict[str, Any]:
-    return {
-        "kind": failure.kind,
-        "blame": failure.blame,
-        "outcome": failure.outcome,
-        "message": failure.message,
-        "hint": failure.hint,
-        "detail": failure.detail,
-    }
-
-
 class JsonlSink:
-    """A JSONL file as a GroupSink. Use `open_sink`."""
-
     def __init__(
         self,
         path: Path,
         file: OutputFile,
         written: _Written,
-        *,
-        include_messages: bool,
-        include_actions: bool,
-        include_experts: bool,
-        score_range: ScoreRange,
+        line_of: Callable[[Group], bytes],
     ) -> None:
         self.path = path
         self.already = len(written.group_ids)
@@ -310,15 +259,11 @@ class JsonlSink:
         self._done = written.group_ids
         self._at_first = frozenset(written.group_ids)
         self._models = written.models
-        self._include_messages = include_messages
-        self._include_actions = include_actions
-        self._include_experts = include_experts
-        self._score_range = score_range
+        self._line_of = line_of
         self._lock = asyncio.Lock()
 
     def already_of(self, prefix: str) -> int:
-        """Returns the number of groups that were in the file at opening and whose ids begin with
-        `prefix`."""
+        """Counts the groups with this prefix that were in the file at opening."""
         return sum(group_id.startswith(prefix) for group_id in self._at_first)
 
     def expect(self, model: str) -> None:
@@ -331,15 +276,7 @@ class JsonlSink:
             )
 
     async def put(self, group: Group) -> None:
-        """Appends `group` and syncs it to disk."""
-        line = await asyncio.to_thread(
-            group_line,
-            group,
-            include_messages=self._include_messages,
-            include_actions=self._include_actions,
-            include_experts=self._include_experts,
-            score_range=self._score_range,
-        )
+        line = await asyncio.to_thread(self._line_of, group)
         async with self._lock:
             if group.group_id in self._done:
                 return
@@ -369,7 +306,6 @@ async def open_sink(
     beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
-    """Opens the file at `path`, new or to be resumed."""
     with await asyncio.to_thread(open_appending, path) as file:
         lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
@@ -383,16 +319,19 @@ async def open_sink(
             if tell is not None and resume:
                 await asyncio.to_thread(_read_dropped, failures_path(path), tell)
             cut_torn_line(file)
+        line_of = functools.partial(
+            group_line,
+            include_messages=include_messages,
+            include_actions=include_actions,
+            include_experts=include_experts,
+            score_range=score_range,
+        )
         with contextlib.closing(OutputFile(path, file, replaces=overwrite)) as output:
-            yield JsonlSink(
-                path,
-                output,
-                written,
-                include_messages=include_messages,
-                include_actions=include_actions,
-                include_experts=include_experts,
-                score_range=score_range,
-            )
+            yield JsonlSink(path, output, written, line_of)
+
+
+class _Rollout(msgspec.Struct):
+    reward: float | None = None
 
 
 class _Facts(msgspec.Struct):
@@ -403,13 +342,6 @@ class _Facts(msgspec.Struct):
     model: str
     task_id: str = ""
     policy_version: int = -1
-
-
-class _Rollout(msgspec.Struct):
-    reward: float | None = None
-
-
-class _ScoredFacts(_Facts):
     rollouts: list[_Rollout] = []
     reward_range: dict[str, float | None] = {}
 
@@ -420,10 +352,6 @@ class _Line(msgspec.Struct):
     envserver: _Facts
 
 
-class _ScoredLine(msgspec.Struct):
-    envserver: _ScoredFacts
-
-
 class _Dropped(msgspec.Struct):
     """The part of a failures line that a curriculum needs."""
 
@@ -431,8 +359,6 @@ class _Dropped(msgspec.Struct):
 
 
 class _Written(msgspec.Struct):
-    """The contents of a file: ids of its groups, and the models that made them."""
-
     group_ids: set[str]
     models: set[str]
 
@@ -440,9 +366,7 @@ class _Written(msgspec.Struct):
 def _read(
     path: Path, expected: list[dict[str, Any]], tell: Callable[[Scored], None] | None
 ) -> _Written:
-    decoder: msgspec.json.Decoder[_Line | _ScoredLine] = msgspec.json.Decoder(
-        _Line if tell is None else _ScoredLine
-    )
+    decoder = msgspec.json.Decoder(_Line)
     written = _Written(set(), set())
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -468,8 +392,6 @@ def _read(
 
 
 def _news(facts: _Facts) -> Scored | None:
-    if not isinstance(facts, _ScoredFacts):
-        return None
     return scored(
         facts.group_id,
         facts.env,
@@ -511,8 +433,7 @@ def failures_path(output: Path) -> Path:
 class FailuresFile:
     """`<output>.failures.jsonl`: one line for each failed attempt and each dropped group.
 
-    Created with its first line. It is a report: its lines are not synced, and a full disk does not
-    end the run.
+    It is a report: its lines are not synced, and a full disk does not end the run.
     """
 
     def __init__(self, output: Path, *, resume: bool) -> None:
@@ -522,13 +443,12 @@ class FailuresFile:
             self.path.unlink(missing_ok=True)
 
     def write(self, event: Event) -> None:
-        """Appends `event` if it reports a failure or a dropped group."""
         if isinstance(event, RolloutFailed):
-            self._append({"event": "rollout_failed", **_facts(event), **_failure(event.failure)})
+            self._append({"event": "rollout_failed", **_facts(event), **asdict(event.failure)})
         elif isinstance(event, GroupDropped):
             self._append(
                 {"event": "group_dropped", **_facts(event)}
-                | {"scored": None if event.scored is None else msgspec.structs.asdict(event.scored)}
+                | {"scored": None if event.scored is None else asdict(event.scored)}
             )
 
     def _append(self, line: dict[str, Any]) -> None:

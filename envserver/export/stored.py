@@ -1,11 +1,7 @@
-"""Reads delivered groups for offline work.
+"""Reads delivered groups for offline work, one in memory at a time; nothing is leased or changed.
 
-In: sources, each a JSONL file of `envserver process` (plain, .gz, .zst), a folder or glob of them,
-`-` (standard input), a store (SQLite file or URL) or the address of a running server. Out:
-`StoredGroup`s in the order of the sources, one in memory at a time. `line` is what `process` writes
-for the group, wherever it came from; row i of a rollout has as many mask values and logprobs as
-tokens; a logprob is 0 where nothing was sampled. Nothing is leased, consumed or changed. A foreign
-group in Atropos's form has a rollout for each of its rows.
+`StoredGroup.line` is what `process` writes for the group, wherever it came from. A foreign group in
+Atropos's form has a rollout for each of its rows.
 """
 
 from __future__ import annotations
@@ -60,7 +56,6 @@ class StoredRow:
         tokens: int32[T].
         mask: uint8[T], 1 where the token is trained.
         logprobs: float32[T], of the sampled token where the mask is 1, else 0.
-        agent: name of its agent, where there are several.
         versions: runs of [policy version, start, end); -1 is context or unknown.
         images: those among the tokens, with their bytes.
         experts: those that its first tokens were routed to, if they were written; see `Row`.
@@ -76,19 +71,42 @@ class StoredRow:
     experts: Table | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class StoredRollout:
-    """One rollout with its score. Fields as in `records.Result` and `records.Group`, and:
+class _Shared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """The fields that a rollout has in the same form in a line and when it is read."""
+
+    rollout_id: str
+    attempt: int = 0
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    turn_rewards: list[TurnReward] = []
+    logged_turn_rewards: list[TurnReward] = []
+    agent_calls: dict[str, list[int]] = {}
+    output: Any = None
+    finish_reason: str | None = None
+    truncated: bool = False
+    limit: str | None = None
+    turns: int = 0
+    flags: list[str] = []
+    tools: list[Json] = []
+    actions: list[Json] | None = None
+    others: list[Json] = []
+    usage: Json = {}
+    hooks: list[HookEvent] = []
+    egress: list[EgressRequest] = []
+    started_at: float = 0.0
+    attempts: list[FailedAttempt] = []
+    printed: list[Printed] = []
+
+
+class StoredRollout(_Shared, frozen=True, kw_only=True, eq=False):
+    """One rollout with its score. Fields as in `records.Result`, `Trajectory` and `Group`, and:
 
     Args:
         reward: None where unknown; rewards: by agent; turn_rewards: of single turns.
         logged_turn_rewards, agent_calls: `turn_rewards` and `calls` of Result.
         agent_metrics: logged by the agent; `metrics` are the score's.
-        messages: empty where they were not written.
-        actions: None where they were not written.
+        messages: empty, and actions: None, where they were not written.
         others: conversations of further agents that `messages` lacks.
-        usage: seconds and tokens, as in `records.Usage`.
-        hooks, egress, started_at, timings, attempts, printed: as in `records.Trajectory`.
         rows: empty where only text is known.
     """
 
@@ -101,54 +119,32 @@ class StoredRollout:
     model: str
     policy_version: int
     created_at: float
-    rollout_id: str
-    attempt: int
-    reward: float | None
+    reward_range: RewardRange
     components: dict[str, float]
     metrics: dict[str, float]
-    rewards: dict[str, float]
-    turn_rewards: list[TurnReward]
-    logged_turn_rewards: list[TurnReward]
-    agent_calls: dict[str, list[int]]
-    reward_range: RewardRange
     agent_metrics: dict[str, float]
-    output: Any
-    finish_reason: str | None
-    truncated: bool
-    limit: str | None
-    turns: int
-    flags: list[str]
-    tools: list[Json]
     messages: list[Message]
-    actions: list[Json] | None
-    others: list[Json]
-    usage: Json
-    hooks: list[HookEvent]
-    egress: list[EgressRequest]
-    started_at: float
     timings: list[Timing]
-    attempts: list[FailedAttempt]
-    printed: list[Printed]
     rows: list[StoredRow]
 
     @property
     def domain(self) -> str:
-        """Returns the environment's name in the form of a domain: `my-env` is `my_env`."""
+        """The environment's name as a domain: `my-env` is `my_env`."""
         return domain_of(self.env)
 
     @property
     def length(self) -> int:
-        """Returns the tokens of its longest row."""
+        """Tokens of its longest row."""
         return max((len(row.tokens) for row in self.rows), default=0)
 
     @property
     def sampled(self) -> int:
-        """Returns the trained tokens over all rows."""
+        """Trained tokens of all rows."""
         return sum(int(np.count_nonzero(row.mask)) for row in self.rows)
 
     @property
     def failed(self) -> bool:
-        """Whether the rollout has no reward, or the lowest one (0 in most environments)."""
+        """Whether it has no reward, or the lowest one (0 in most environments)."""
         return self.reward is None or self.reward_range.share(self.reward) <= 0
 
 
@@ -159,10 +155,8 @@ class StoredGroup:
     Args:
         line: the JSON of its line: the keys of Atropos, and "envserver".
         place: where it was read: "file.jsonl, line 7" or "group g-1 of http://...".
-        failures: failures of missing or retried rollouts.
-        public: the task's public part, as far as it was kept.
+        failures: failures of missing or retried rollouts; lost: missing rollouts by kind.
         asked: number of rollouts started for it, 0: unknown.
-        lost: missing rollouts by kind of failure.
     """
 
     line: Json
@@ -179,9 +173,7 @@ def read_groups(
     on_bad: OnBad | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Iterator[StoredGroup]:
-    """Yields the groups of `sources`, read on demand.
-
-    An unfinished last line of a killed writer is skipped with a warning.
+    """Yields the groups of `sources`, read on demand, without an unfinished last line.
 
     Args:
         on_bad: called for each line or body that is not a group, which is then skipped; unset: the
@@ -204,7 +196,6 @@ def read_groups(
 
 
 def group_of(line: Any, place: str) -> StoredGroup:
-    """Returns the JSON of one line as a group. Raises InputError: it is not a group."""
     try:
         facts = msgspec.convert(line, _Line)
         if facts.envserver is None:
@@ -221,46 +212,23 @@ def group_of(line: Any, place: str) -> StoredGroup:
 
 
 def domain_of(env: str) -> str:
-    """Returns an environment's name as a domain of unified trajectories."""
     name = re.sub(r"[^a-z0-9]+", "_", env.lower()).strip("_")
     return name if name[:1].isalpha() else f"env_{name}".rstrip("_")
 
 
 def names_of_foreign(env_id: Any, group_id: Any, place: str) -> tuple[str, str]:
-    """Returns the environment's name and the id of a group that only has Atropos's keys."""
+    """Returns environment and id of a group that only has Atropos's keys."""
     here = re.sub(r"[^A-Za-z0-9_.-]+", "-", place.rpartition("/")[2])
     return str(env_id or "atropos"), str(group_id or here)
 
 
-class _Rollout(msgspec.Struct):
-    rollout_id: str
+class _Rollout(_Shared, frozen=True, kw_only=True, eq=False):
     rows: list[int]
-    attempt: int = 0
-    reward: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
-    rewards: dict[str, float] = {}
-    turn_rewards: list[TurnReward] = []
-    logged_turn_rewards: list[TurnReward] = []
-    agent_calls: dict[str, list[int]] = {}
     agent_metrics: dict[str, float] | None = None
-    output: Any = None
-    finish_reason: str | None = None
-    truncated: bool = False
-    limit: str | None = None
-    turns: int = 0
-    flags: list[str] = []
-    tools: list[Json] = []
-    actions: list[Json] | None = None
-    others: list[Json] = []
     messages: list[Message] | None = None
-    usage: Json = {}
-    hooks: list[HookEvent] = []
-    egress: list[EgressRequest] = []
-    started_at: float = 0.0
     timings: list[Json] = []
-    attempts: list[FailedAttempt] = []
-    printed: list[Printed] = []
     versions: list[list[list[int]]] = []
     agents: list[str | None] = []
     row_flags: list[list[str]] = []
@@ -302,9 +270,7 @@ ready(_Line)
 
 
 def _adopted(line: Json, facts: _Line, place: str) -> Json:
-    """Adds to a group that only has Atropos's keys a rollout for each row, with what can be
-    known.
-    """
+    """Adds a rollout for each row to a group that only has Atropos's keys."""
     name, group_id = names_of_foreign(line.get("env_id"), line.get("group_id"), place)
     rollouts = [
         {"rollout_id": f"{group_id}-{row}", "rows": [row], "reward": score, "turns": 1}
@@ -344,46 +310,22 @@ def _conversation(columns: _Line, parsed: _Rollout) -> list[Message]:
     return columns.messages[next(rows, parsed.rows[0])]
 
 
+_OF_GROUP: Final = (
+    *("env", "task_id", "group_id", "index", "split", "seed", "model", "policy_version"),
+    "created_at",
+)
+
+
 def _stored(columns: _Line, facts: _Facts, parsed: _Rollout) -> StoredRollout:
-    messages = _conversation(columns, parsed)
     return StoredRollout(
-        env=facts.env,
-        task_id=facts.task_id,
-        group_id=facts.group_id,
-        index=facts.index,
-        split=facts.split,
-        seed=facts.seed,
-        model=facts.model,
-        policy_version=facts.policy_version,
-        created_at=facts.created_at,
-        rollout_id=parsed.rollout_id,
-        attempt=parsed.attempt,
-        reward=parsed.reward,
+        **{name: getattr(facts, name) for name in _OF_GROUP},
+        **{name: getattr(parsed, name) for name in _Shared.__struct_fields__},
+        reward_range=range_from_json(facts.reward_range),
         components=parsed.components or {},
         metrics=parsed.metrics or {},
-        rewards=parsed.rewards,
-        turn_rewards=parsed.turn_rewards,
-        logged_turn_rewards=parsed.logged_turn_rewards,
-        agent_calls=parsed.agent_calls,
-        reward_range=range_from_json(facts.reward_range),
         agent_metrics=parsed.agent_metrics or {},
-        output=parsed.output,
-        finish_reason=parsed.finish_reason,
-        truncated=parsed.truncated,
-        limit=parsed.limit,
-        turns=parsed.turns,
-        flags=parsed.flags,
-        tools=parsed.tools,
-        messages=messages,
-        actions=parsed.actions,
-        others=parsed.others,
-        usage=parsed.usage,
-        hooks=parsed.hooks,
-        egress=parsed.egress,
-        started_at=parsed.started_at,
+        messages=_conversation(columns, parsed),
         timings=[timing_from_json(one) for one in parsed.timings],
-        attempts=parsed.attempts,
-        printed=parsed.printed,
         rows=[
             _row(columns, facts, row, parsed, number)
             for number, row in enumerate(parsed.rows)
@@ -473,16 +415,12 @@ def group_record(stored: StoredGroup) -> Group:
     )
 
 
+_SAME: Final = set(Trajectory.__struct_fields__) & set(StoredRollout.__struct_fields__)
+
+
 def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
-    known = {
-        "rollout_id": rollout.rollout_id,
-        "attempt": rollout.attempt,
-        "task_id": rollout.task_id,
-        "env": rollout.env,
+    known = {name: getattr(rollout, name) for name in _SAME} | {
         "sequences": [_sequence(*one, rollout.timings) for one in enumerate(rollout.rows)],
-        "messages": rollout.messages,
-        "tools": rollout.tools,
-        "output": rollout.output,
         "score": Score(
             reward=rollout.reward,
             components=rollout.components,
@@ -490,23 +428,11 @@ def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) 
             rewards=rollout.rewards,
             turns=rollout.turn_rewards,
         ),
-        "finish_reason": rollout.finish_reason,
-        "truncated": rollout.truncated,
-        "limit": rollout.limit,
-        "turns": rollout.turns,
         "usage": msgspec.convert(rollout.usage, Usage, strict=False),
-        "flags": rollout.flags,
         "metrics": rollout.agent_metrics,
         "actions": rollout.actions or [],
         "others": msgspec.convert(rollout.others, list[Conversation]),
         "turn_rewards": rollout.logged_turn_rewards,
-        "agent_calls": rollout.agent_calls,
-        "hooks": rollout.hooks,
-        "egress": rollout.egress,
-        "started_at": rollout.started_at,
-        "timings": rollout.timings,
-        "attempts": rollout.attempts,
-        "printed": rollout.printed,
     }
     more = {key: raw[key] for key in Trajectory.__struct_fields__ if key in raw} if raw else {}
     return Trajectory(**known, **_converted(Trajectory, more, {*known, "calls", "service_calls"}))

@@ -1,23 +1,24 @@
 """Opens the places of stored groups: files, folders, standard input, a store, a server.
 
-In: one source as text. Out: `RawGroup`s, each an undecoded group and its place; the reader decodes
-them, so that it can skip a bad one.
+Groups come undecoded (`RawGroup`), so that a reader can skip a bad one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import glob
 import gzip
 import io
+import os
 import sys
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -55,9 +56,7 @@ _BUFFER = 1 << 20
 
 
 def files_of(source: str) -> list[Path]:
-    """Returns the JSONL files that a path, a folder or a glob names, sorted, without
-    `.failures.jsonl` and, in the folder of an evaluation, without what describes its tasks.
-    """
+    """Returns the JSONL files of groups that a path, a folder or a glob names, sorted."""
     path = Path(source)
     if path.is_file() or path.is_fifo():
         return [path]
@@ -80,9 +79,9 @@ def _about_tasks(path: Path) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, decompressed as its name says."""
     try:
-        file: Any = path.open("rb") if on_bytes is None else _Counted(path, on_bytes)
+        counted = None if on_bytes is None else io.BufferedReader(_Counted(path, on_bytes), _BUFFER)
+        file: Any = path.open("rb") if counted is None else counted
     except OSError as error:
         raise NotFoundError(f"{path} cannot be opened: {error.strerror}.") from error
     with file:
@@ -96,14 +95,7 @@ def opened(path: Path, on_bytes: OnBytes | None = None) -> Iterator[IO[bytes]]:
             raise InputError(f"{path} is damaged or cut off: {error}.", place=str(path)) from error
 
 
-class _Counted(io.BufferedReader):
-    """A file that reports the bytes read."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes) -> None:
-        super().__init__(_CountedRaw(path, on_bytes), _BUFFER)
-
-
-class _CountedRaw(io.FileIO):
+class _Counted(io.FileIO):
     def __init__(self, path: Path, on_bytes: OnBytes) -> None:
         super().__init__(path, "rb")
         self._on_bytes = on_bytes
@@ -114,8 +106,29 @@ class _CountedRaw(io.FileIO):
         return number
 
 
+T = TypeVar("T")
+
+
+def records(path: Path, kind: type[T], what: str, *, may_be_torn: bool = False) -> Iterator[T]:
+    """Yields the lines of a file, each decoded as `kind`; an error names the place of one that is
+    not `what`, unless it is the unfinished last one of a file that `may_be_torn`."""
+    decoder = msgspec.json.Decoder(kind)
+    if not path.exists():
+        reason = os.strerror(errno.ENOENT)
+        raise InputError(f"{path} cannot be read: {reason}.", place=str(path))
+    with opened(path) as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError as error:
+                if may_be_torn and not line.endswith(b"\n"):
+                    return  # its writer was killed, or is at it
+                raise InputError(
+                    f"{path}, line {number} is not {what}: {error}.", place=f"line {number}"
+                ) from error
+
+
 def file_groups(path: Path, on_bytes: OnBytes | None) -> Iterator[RawGroup]:
-    """Yields the groups of one file; see `opened`."""
     with opened(path, on_bytes) as file:
         yield from lines_of(file, str(path))
 
@@ -132,7 +145,7 @@ def lines_of(file: IO[bytes], name: str) -> Iterator[RawGroup]:
 
 
 def decoded(line: bytes, place: str) -> Any:
-    """Returns the value of a line. Raises InputError: it is not JSON."""
+    """Returns the JSON value of a line; raises InputError with its place."""
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -251,7 +264,6 @@ def _get(
 
 _ROWS: Final = 64
 _Found = tuple[GroupRow, bytes | Exception, str]
-"""A group, its body or why it cannot be read, and the name of the store."""
 
 
 def of_database(where: str) -> Iterator[RawGroup]:

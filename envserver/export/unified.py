@@ -1,8 +1,7 @@
-"""One rollout as a readable record: the unified trajectory, version 1.
+"""One rollout as a readable record: the unified trajectory, version 1; and as a trace.
 
-In: a trajectory and facts about its task. Out: a dict of JSON (`unified`); for any such dict its
-problems (`problems_of`). A valid one fits the schema, its steps are numbered 1 to n in order of
-time, it started before it ended, and every number is finite.
+A valid one fits the schema, its steps are numbered 1 to n in order of time, it started before it
+ended, and every number is finite.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FINALIZE = "finalize"
 Json = dict[str, Any]
 
 SCHEMA_FILE = Path(__file__).with_name("trajectory.schema.json")
-"""The JSON schema of a unified trajectory, for others' programs, too."""
+"""Other programs read it, too."""
 
 
 def unified(
@@ -104,14 +103,7 @@ def unified_of(
     tokens: bool = False,
     source: str = "envserver",
 ) -> Json:
-    """Returns a delivered rollout as a unified trajectory, by the same mapping as `unified`.
-
-    `metadata.task_id` is its task's id, whatever the trajectory is called.
-
-    Args:
-        task_id: unset: its task's id, prefixed with the domain.
-        tokens: include the training rows, not only the conversations.
-    """
+    """Returns a delivered rollout as a unified trajectory; `metadata.task_id` is its task's id."""
     document = unified(
         msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain),
         ended_at=rollout.created_at,
@@ -157,13 +149,8 @@ def actions_of(messages: list[Message]) -> list[Json]:
 
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
-    """Returns the problems of `document`, one line each; empty for a unified trajectory."""
-    problems = [
-        f"{error.json_path}: {error.message[:200]}" for error in _validator().iter_errors(document)
-    ]
-    if problems:
-        return problems
-    return [
+    """Returns the problems of `document`, one line each; none for a unified trajectory."""
+    return _against(SCHEMA_FILE, document) or [
         *_about_names(document, domains),
         *_about_actions(document["actions"], document["metadata"]),
         *_about_numbers(document, "$"),
@@ -171,7 +158,6 @@ def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[st
 
 
 def write_json(path: Path, document: Json) -> None:
-    """Writes `document` atomically; parent folders are made."""
     data = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,10 +165,15 @@ def write_json(path: Path, document: Json) -> None:
 
 
 @functools.cache
-def _validator() -> Any:
+def _validator(schema: Path) -> Any:
     from jsonschema import Draft202012Validator
 
-    return Draft202012Validator(orjson.loads(SCHEMA_FILE.read_bytes()))
+    return Draft202012Validator(orjson.loads(schema.read_bytes()))
+
+
+def _against(schema: Path, document: Any) -> list[str]:
+    errors = _validator(schema).iter_errors(document)
+    return [f"{error.json_path}: {error.message[:200]}" for error in errors]
 
 
 def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:
@@ -245,7 +236,6 @@ def _arguments(text: Any) -> Any:
 
 
 def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
-    """Yields the conversation of each agent; with tokens also each row."""
     rows = trajectory.sequences
     others = {other.agent for other in trajectory.others}
     main = next((row.agent for row in rows if row.agent not in others), None)
@@ -267,13 +257,10 @@ SOLVED = 0.999
 """Rewards from here on count as full (floats)."""
 
 _TRACE_SCHEMA = Path(__file__).with_name("trace.schema.json")
-"""The JSON schema of a trace."""
 
 
 def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
-    """Returns `rollout` as a trace: the one its agent wrote (`output["trace"]`), else from its
-    actions.
-    """
+    """Returns `rollout` as a trace: the one in `output["trace"]`, else one made of its actions."""
     label = label_of(rollout) if label == "auto" else label
     output = rollout.output
     if isinstance(output, dict) and not problems_of_trace(output.get("trace")):
@@ -322,12 +309,10 @@ def file_name(text: str) -> str:
 
 
 def problems_of_trace(document: Any) -> list[str]:
-    """Returns the problems of `document`, one line each; empty for a valid trace."""
-    problems = [
-        f"{error.json_path}: {error.message[:200]}"
-        for error in _trace_validator().iter_errors(document)
+    return _against(_TRACE_SCHEMA, document) or [
+        *_about_steps(document["steps"]),
+        *_about_outcome(document),
     ]
-    return problems or [*_about_steps(document["steps"]), *_about_outcome(document)]
 
 
 def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
@@ -368,17 +353,17 @@ def _steps(actions: list[Json], limit: str | None) -> Iterator[Json]:
     for action in actions:
         tool, input, output = action["tool"], action["input"], action["output"]
         if tool == "reason":
-            yield {"type": "thought", "text": _text(output)}
+            yield {"type": "thought", "text": json_text(output)}
         elif tool == FINALIZE:
             if not limit:
-                yield {"type": "final", "text": _text(output)}
+                yield {"type": "final", "text": json_text(output)}
         else:
             args = input if isinstance(input, dict) else {"input": input}
             source = json.dumps({"tool": tool, "args": args}, ensure_ascii=False)
             yield {"type": "tool_call", "text": source, "tool": tool, "args": args}
             failed = {"error": action["error"]} if action.get("error") else {}
             said = failed["error"] if failed and output is None else output
-            yield {"type": "tool_result", "text": _text(said), **failed}
+            yield {"type": "tool_result", "text": json_text(said), **failed}
     if limit:
         yield {"type": "error", "text": f"limit: {limit}"}
 
@@ -413,20 +398,13 @@ def _outcome(steps: list[Json], seconds: float) -> Json:
     }
 
 
-def _text(value: Any) -> str:
+def json_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _seconds(timestamp: str) -> float:
     moment = datetime.fromisoformat(timestamp)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-@functools.cache
-def _trace_validator() -> Any:
-    from jsonschema import Draft202012Validator
-
-    return Draft202012Validator(json.loads(_TRACE_SCHEMA.read_bytes()))
 
 
 def _about_steps(steps: list[Json]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The application of `envserver view`: the page, and the routes for inspection over any groups.
 
-Nothing that is looked at is changed, and every route is a GET; only this machine's names are
-answered, so that no page of another site can read anything.
+Every route is a GET; only this machine's names are answered, so that no page of another site can
+read anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from envserver_records.errors import EnvserverError, NotFoundError
 from envserver_records.http_errors import authorization
 from envserver_records.servers import AsyncServersClient
 from fastapi import APIRouter, FastAPI, Query
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -25,33 +24,15 @@ from ..http.answers import answer_errors, error_answer, json_answer
 from ..http.middleware import KnownNames, KnownPages
 from ..http.transfer import CompressedAnswers
 from ..store.lookups import GroupLookups
-from ..trainers.bodies import MOST_GROUPS
 from ..trainers.encoding import GroupEncoder
 from ..trainers.groups import add_group_routes, add_rollout_routes, add_task_routes
 from ..trainers.live import FailureLog, add_failure_routes
 from ..trainers.live_events import Feed, add_event_routes
 from ..trainers.routes import add_session_routes
 from ..version import __version__
-from .evaluations import Evaluations, TaskOrder, TaskSearch
+from .evaluations import ComparisonSearch, Evaluations
 
 Source = Callable[[], dict[str, Any]]
-
-
-class ComparisonSearch(BaseModel):
-    """Which runs are compared, and which of their tasks are shown."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    a: str = ""
-    b: str = ""
-    order: TaskOrder = "worst"
-    environment: str = ""
-    text: str = ""
-    cursor: str = ""
-    limit: int = Field(100, ge=1, le=MOST_GROUPS)
-
-    def tasks(self) -> TaskSearch:
-        return TaskSearch(**self.model_dump(exclude={"a", "b"}))
 
 
 def create_viewer(
@@ -61,7 +42,6 @@ def create_viewer(
     evaluations: Evaluations | None = None,
     failures: FailureLog | None = None,
 ) -> FastAPI:
-    """Builds the application over groups on disk."""
     router = APIRouter()
     encoder = GroupEncoder(groups, most_bytes=0)  # a file may be replaced
     add_rollout_routes(router, groups)  # before that of groups, whose ids may have slashes
@@ -83,7 +63,7 @@ def create_viewer(
     @router.get("/v1/comparison")
     async def get_comparison(wanted: Annotated[ComparisonSearch, Query()]) -> Response:
         found = _there(evaluations)
-        return json_answer(await found.comparison(wanted.a, wanted.b, wanted.tasks()))
+        return json_answer(await found.comparison(wanted))
 
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)
@@ -119,8 +99,6 @@ _READ_SECONDS: Final = 60.0
 
 
 class ServerOutOfReach(EnvserverError):
-    """The server that is looked at does not answer."""
-
     kind, status = "server_out_of_reach", 502
 
 
@@ -143,8 +121,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Returns a client of the server, which follows no redirects: they could take the token
-    elsewhere."""
+    """Returns a client that follows no redirects: they could take the token elsewhere."""
     timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
     return AsyncServersClient(url, headers=authorization(), timeout=timeout)
 

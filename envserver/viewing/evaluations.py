@@ -1,8 +1,4 @@
-"""Results of evaluations, and comparisons of two of them, down to the groups of one task.
-
-In: the folders and files that are looked at. Out: JSON for the page. Reports are made again when a
-file has changed.
-"""
+"""Results of evaluations and comparisons of two of them, as JSON for the page."""
 
 from __future__ import annotations
 
@@ -14,11 +10,13 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 from envserver_records.errors import InputError, NotFoundError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..evaluation.comparison import Comparison, compare, task_pairs
 from ..evaluation.folders import RUN_FILE, View, called_alike, read_run
 from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards, suite_of
 from ..evaluation.tables import comparison_notes, notes_of, verdicts_of
+from ..trainers.bodies import MOST_GROUPS
 from .index import IndexReader
 from .sources import Viewed
 
@@ -31,14 +29,18 @@ _MOST_REWARDS: Final = 64
 Run = Mapping[str, Report]
 
 
-class TaskSearch(msgspec.Struct, frozen=True):
-    """Which tasks of a comparison."""
+class ComparisonSearch(BaseModel):
+    """Which runs are compared, and which of their tasks are shown."""
 
+    model_config = ConfigDict(extra="forbid")
+
+    a: str = ""
+    b: str = ""
     order: TaskOrder = "worst"
     environment: str = ""
     text: str = ""
     cursor: str = ""
-    limit: int = 100
+    limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
 
 class Evaluations:
@@ -52,7 +54,6 @@ class Evaluations:
         self._compared: tuple[Any, Comparison] | None = None
 
     async def all(self) -> dict[str, Any]:
-        """Returns the results of all runs, and why a run has none."""
         found, problems = [], []
         for name in self._viewed.runs:
             try:
@@ -65,10 +66,9 @@ class Evaluations:
             found.append({"name": name, "model": _models(run), **facts})
         return {"evaluations": found, "problems": problems}
 
-    async def comparison(self, a: str, b: str, wanted: TaskSearch) -> dict[str, Any]:
-        """Returns the comparison of two runs, with a page of its tasks."""
+    async def comparison(self, wanted: ComparisonSearch) -> dict[str, Any]:
         names = self._viewed.runs
-        a, b = a or names[0], b or names[min(1, len(names) - 1)]
+        a, b = wanted.a or names[0], wanted.b or names[min(1, len(names) - 1)]
         one = await self._run(a)
         two = called_alike(one, await self._run(b))
         found = await self._compared_runs((a, one), (b, two))
@@ -101,7 +101,7 @@ class Evaluations:
         }
 
     async def _compared_runs(self, a: tuple[str, Run], b: tuple[str, Run]) -> Comparison:
-        """Returns the comparison, the last one from memory: its intervals take a while."""
+        """Compares; remembers the last comparison, whose intervals take a while."""
         key = (a[0], self._known[a[0]][0], b[0], self._known[b[0]][0])
         if self._compared is None or self._compared[0] != key:
             rules = next(iter(a[1].values())).rules
@@ -185,8 +185,6 @@ def _facts(found: Comparison) -> dict[str, Any]:
 
 
 class _Pair(NamedTuple):
-    """A task of both runs."""
-
     part: str
     a: TaskRow
     b: TaskRow
@@ -194,7 +192,7 @@ class _Pair(NamedTuple):
     b_mean: float
 
 
-def _chosen(a: Run, b: Run, rules: Rules, wanted: TaskSearch) -> list[_Pair]:
+def _chosen(a: Run, b: Run, rules: Rules, wanted: ComparisonSearch) -> list[_Pair]:
     found = [
         _Pair(part, one, two, _mean(one, rules), _mean(two, rules))
         for part, sides in task_pairs(a, b, rules).items()

@@ -1,8 +1,7 @@
 """The index of viewed files: a SQLite file with the tables of a store that lists read.
 
-It can always be rebuilt. Bodies are read from the files by offset. A file that another program made
-is never overwritten. The index lies beside its source or, if that cannot be written, in the user's
-cache.
+It can always be rebuilt; bodies are read from the files by offset. It lies beside its source or, if
+that cannot be written, in the user's cache, and never replaces a file of another program.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import asyncio
 import hashlib
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import orjson
@@ -23,7 +22,6 @@ from envserver_records.files import storing, user_folder
 from envserver_records.records import Group, pack, unpack
 from msgspec.structs import replace
 from sqlalchemy import create_engine, text
-from sqlalchemy import text as sql
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -34,20 +32,17 @@ from ..store.packed import RAW, decode, encode, facts_row
 from ..store.schema import SCHEMA_VERSION, SHARED, bodies, deliveries, group_facts, groups
 from .scanning import Found, group_of_line
 
-# A file that another program made is never overwritten. The index lies beside what it is of, or in
-# the user's cache where that cannot be written.
-
 APPLICATION: Final = 0x656E7649
 """Marks a SQLite file as an index ("envI")."""
 _SQLITE: Final = b"SQLite format 3\0"
 
 
 def index_path(places: Sequence[str]) -> Path:
-    """Returns where the index of these places is, or is to be made."""
     path = Path(places[0])
     if len(places) == 1 and (path.is_file() or path.is_dir()):
         beside = path / ".view.index" if path.is_dir() else path.with_name(f"{path.name}.index")
-        if is_index(beside) or (not _exists(beside) and os.access(beside.parent, os.W_OK)):
+        is_free = not (beside.exists() or beside.is_symlink())
+        if is_index(beside) or (is_free and os.access(beside.parent, os.W_OK)):
             return beside
     named = "\n".join(os.path.abspath(one) for one in places)  # noqa: PTH100 - globs, too
     digest = hashlib.blake2b(named.encode(errors="surrogateescape"), digest_size=12).hexdigest()
@@ -58,7 +53,7 @@ def index_path(places: Sequence[str]) -> Path:
 
 
 def is_index(path: Path) -> bool:
-    """Returns whether `path` is an index, or an empty file, that can be written."""
+    """Whether `path` is an index, or an empty file, that can be written."""
     try:
         if path.is_symlink() or not path.is_file():
             return False
@@ -69,10 +64,6 @@ def is_index(path: Path) -> bool:
     mark = int.from_bytes(head[68:72], "big")
     is_ours = head.startswith(_SQLITE) and mark == APPLICATION
     return (is_ours or not head) and os.access(path, os.W_OK)
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()
 
 
 VERSION: Final = 1000 * SCHEMA_VERSION + 1
@@ -92,11 +83,7 @@ _TABLES: Final = (groups, deliveries, group_facts, bodies)
 
 
 class FileState(msgspec.Struct, frozen=True):
-    """What is known of a file: its identity when it was read, and how far it was read.
-
-    Args:
-        head, tail: digests of the first bytes, and of the last ones before `offset`.
-    """
+    """How far a file was read; digests of its first bytes and of the last ones before `offset`."""
 
     inode: int = 0
     size: int = -1
@@ -108,7 +95,6 @@ class FileState(msgspec.Struct, frozen=True):
 
 
 def state_of(path: Path, offset: int, line: int) -> FileState:
-    """Returns the state of a file of which `offset` bytes were read."""
     is_whole = path.name.endswith((".json", ".gz", ".zst"))
     with path.open("rb") as file:
         facts = os.fstat(file.fileno())
@@ -121,7 +107,6 @@ def state_of(path: Path, offset: int, line: int) -> FileState:
 
 
 def may_continue(path: Path, known: FileState) -> bool:
-    """Returns whether a file is what it was, or has only grown."""
     try:
         now = state_of(path, known.offset, known.line)
     except OSError:
@@ -159,33 +144,32 @@ class Index:
     def put_file(
         self, number: int, path: str, names: tuple[str, str, str], state: FileState
     ) -> None:
-        """Notes how far a file was read. `names`: run, part, baseline."""
         self._sql.execute(
             "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?)",
             (number, path, *names, msgspec.json.encode(state).decode()),
         )
 
-    def add(self, number: int, run: str, found: Iterable[Found]) -> None:
-        """Adds groups of file `number`. Ids begin with the run where there are several, and end
-        with a number where an id comes again."""
-        for one in found:
-            seq, facts = self.next_seq, one.facts
-            self.next_seq += 1
-            group_id = self._unique(f"{run}/{facts.group_id}" if run else facts.group_id)
-            put = self._sql.execute
-            sizes = (facts.size, facts.tokens, facts.max_length)
-            origin = (facts.policy_version, None, facts.created_at)
-            put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
-            put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
-            delivery = (facts.env, facts.policy_version, one.length, "acked", None, None)
-            put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
-            put(_INTO_PLACES, (seq, number, one.start, one.length, one.line))
-            if one.body is not None:
-                put(_INTO_BODIES, (seq, *encode(one.body)))
+    def add(self, number: int, run: str, found: Found | InputError) -> None:
+        """Adds a group of file `number`, or notes a line that is none, with its place.
 
-    def add_problem(self, message: str) -> None:
-        """Notes something that is not a group, with its place."""
-        self._sql.execute("INSERT INTO problems VALUES (?)", (message[:1000],))
+        Ids begin with the run, if any, and end with a number where one comes again.
+        """
+        put = self._sql.execute
+        if isinstance(found, InputError):
+            put("INSERT INTO problems VALUES (?)", (found.message[:1000],))
+            return
+        seq, facts = self.next_seq, found.facts
+        self.next_seq += 1
+        group_id = self._unique(f"{run}/{facts.group_id}" if run else facts.group_id)
+        sizes = (facts.size, facts.tokens, facts.max_length)
+        origin = (facts.policy_version, None, facts.created_at)
+        put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
+        put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
+        delivery = (facts.env, facts.policy_version, found.length, "acked", None, None)
+        put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
+        put(_INTO_PLACES, (seq, number, found.start, found.length, found.line))
+        if found.body is not None:
+            put(_INTO_BODIES, (seq, *encode(found.body)))
 
     def problems(self) -> tuple[int, list[str]]:
         (count,) = self._sql.execute("SELECT count(*) FROM problems").fetchone()
@@ -260,47 +244,40 @@ def _read(state: str) -> FileState:
 MOST_BYTES: Final = 2 << 30
 """Size of all groups above which their texts are not searched."""
 _PAGE: Final = 64
-_PLACES: Final = sql(
+_PLACES: Final = text(
     "SELECT p.seq, f.path, p.start, p.length, b.encoding, b.body FROM places p"
     " LEFT JOIN files f ON f.number = p.file LEFT JOIN bodies b ON b.seq = p.seq"
     " WHERE p.seq > :after ORDER BY p.seq LIMIT :most"
 )
-_SIZE: Final = sql("SELECT coalesce(sum(length), 0) FROM places")
-
-
-class _Search(NamedTuple):
-    """A search: where it has come to, and what it found."""
-
-    text: str
-    after: int
-    found: list[int]
+_SIZE: Final = text("SELECT coalesce(sum(length), 0) FROM places")
 
 
 class TextSearch:
     """Searches the groups of one index; remembers the last search."""
 
     def __init__(self) -> None:
-        self._last = _Search("", 0, [])
+        self._text, self._after = "", 0
+        self._found: list[int] = []
         self._lock = asyncio.Lock()
         self._wanted = ""
 
-    async def matching(self, connection: AsyncConnection, text: str) -> list[int]:
-        """Returns the numbers of the groups that have `text`; none of too large a file."""
-        self._wanted = text
+    async def matching(self, connection: AsyncConnection, wanted: str) -> list[int]:
+        """Returns the numbers of the groups that have this text; none of too large a file."""
+        self._wanted = wanted
         async with self._lock:
-            if text != self._last.text:
-                self._last = _Search(text, 0, [])
+            if wanted != self._text:
+                self._text, self._after, self._found = wanted, 0, []
             if (await connection.execute(_SIZE)).scalar_one() > MOST_BYTES:
                 return []
-            needle = orjson.dumps(text)[1:-1].lower()
-            while self._wanted == text:
-                values = {"after": self._last.after, "most": _PAGE}
+            needle = orjson.dumps(wanted)[1:-1].lower()
+            while self._wanted == wanted:
+                values = {"after": self._after, "most": _PAGE}
                 rows = (await connection.execute(_PLACES, values)).all()
                 if not rows:
                     break
                 found = await asyncio.to_thread(_those, rows, needle)
-                self._last = _Search(text, rows[-1].seq, self._last.found + found)
-            return self._last.found
+                self._after, self._found = rows[-1].seq, self._found + found
+            return self._found
 
 
 class _Rollout(msgspec.Struct):
@@ -342,9 +319,7 @@ def _those(rows: Any, needle: bytes) -> list[int]:
             line = decode(encoding, body)
         else:
             try:
-                with Path(path or "").open("rb") as file:
-                    file.seek(start)
-                    line = file.read(length)
+                line = _read_at(Path(path or ""), start, length)
             except OSError:  # it was removed meanwhile
                 continue
         if _has(line, needle):
@@ -360,14 +335,11 @@ _PLACE = text(
 
 
 class IndexReader(GroupLookups):
-    """The groups of an index; `GroupLookups` for the routes."""
-
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._search = TextSearch()
 
     async def list_groups(self, query: GroupQuery, cursor: str, limit: int) -> Page:
-        """Returns a page of groups; `query.text` is also looked for in their texts."""
         return await super().list_groups(await self._with_found(query), cursor, limit)
 
     async def reward_counts(self, query: GroupQuery) -> RewardCounts:
@@ -384,7 +356,6 @@ class IndexReader(GroupLookups):
         return [await self._body(group_id) for group_id in group_ids]
 
     async def stored_bodies(self, group_ids: Sequence[str]) -> list[tuple[int, bytes]]:
-        """Like `bodies`, with their encoding: none."""
         return [(RAW, body) for body in await self.bodies(group_ids)]
 
     async def groups_of_tasks(self, run: str, part: str) -> dict[str, str]:
@@ -430,9 +401,14 @@ def _packed(
     body: Any,
 ) -> bytes:
     place = f"{path}, line {line}" if line else str(path)
-    data = (
-        _read_line(Path(path or ""), start, length) if encoding is None else decode(encoding, body)
-    )
+    try:
+        data = (
+            _read_at(Path(path or ""), start, length)
+            if encoding is None
+            else decode(encoding, body)
+        )
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     packed = pack(replace(group_of_line(data, place), group_id=group_id))
     try:
         unpack(packed, Group)  # a file may hold anything
@@ -441,10 +417,7 @@ def _packed(
     return packed
 
 
-def _read_line(path: Path, start: int, length: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(length)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+def _read_at(path: Path, start: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)

@@ -4,8 +4,7 @@
 
 In: a `Request` as the first line of standard input, which stays open as long as there is a viewer.
 Out: the index, and after each step a `Progress` as a line on standard output. One process at a time
-writes an index; another that looks at the same waits for its turn and reports what the first one
-did.
+writes an index; another waits for its turn and reports what the first one did.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-from envserver_records.errors import EnvserverError, InputError, NotFoundError, StoreError
+from envserver_records.errors import EnvserverError, NotFoundError, StoreError
 
 from .index import VERSION, FileState, Index, may_continue, state_of
 from .indexing_process import Progress, Request
@@ -89,8 +88,6 @@ def _tell_of_other(path: Path) -> None:
 
 
 class Indexer:
-    """Writes one index."""
-
     def __init__(self, viewed: Viewed, path: Path, on_progress: Callable[[Progress], None]) -> None:
         self._viewed = viewed
         self._on_progress = on_progress
@@ -104,7 +101,6 @@ class Indexer:
         self._committed = 0.0
 
     def run(self) -> None:
-        """Indexes until no viewer is left."""
         self.read_new()
         self._tell(done=True)
         while True:
@@ -153,7 +149,6 @@ class Indexer:
     def _were_replaced(
         self, files: list[ViewedFile], known: dict[str, tuple[int, FileState]]
     ) -> bool:
-        """Returns whether something that is indexed is gone or has become something else."""
         paths = {one.path for one in files}
         return any(
             path not in paths
@@ -173,10 +168,7 @@ class Indexer:
             return  # it was read to its end, and does not grow
         names = (one.run, one.part, one.baseline)
         for found in scan.found(documents):
-            if isinstance(found, InputError):
-                self._index.add_problem(found.message)
-            else:
-                self._index.add(number, one.run, [found])
+            self._index.add(number, one.run, found)
             self._read[one.path] = scan.disk_bytes
             is_due = time.monotonic() - self._committed > _COMMIT_SECONDS
             if is_due and not documents.are_waiting:
@@ -192,10 +184,7 @@ class Indexer:
 
     def _add(self, number: int, run: str, documents: Documents) -> None:
         for found in documents.flush():
-            if isinstance(found, InputError):
-                self._index.add_problem(found.message)
-            else:
-                self._index.add(number, run, [found])
+            self._index.add(number, run, found)
 
     def progress(self, *, done: bool = False) -> Progress:
         count, first = self._index.problems()

@@ -1,9 +1,4 @@
-"""Runs the process that indexes, and tells watchers what it found.
-
-Imports little: it is started first.
-
-The process ends with this one.
-"""
+"""Starts the process that indexes, and reports new groups to watchers; imports little."""
 
 from __future__ import annotations
 
@@ -30,21 +25,15 @@ _LONGEST_LINE: Final = 1 << 20
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to index, and where the index is to be."""
-
     viewed: Viewed
     index: str
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the index is.
+    """How far the index is; bytes as they are on disk.
 
-    Args:
-        bytes, total_bytes: read so far, and all there are, as they are on disk.
-        done: whether everything that is there now was read.
-        problems: number of lines that are not groups; `first_problems`: what they are.
-        resets: how often the index was made anew because a file was replaced.
-        error: why it cannot go on; "": it does.
+    `problems`: lines that are not groups; `resets`: how often the index was made anew because a
+    file was replaced; `error`: why it cannot go on.
     """
 
     groups: int = 0
@@ -58,8 +47,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Indexing:
-    """The process that indexes, as it was last heard of."""
-
     def __init__(self, process: asyncio.subprocess.Process, index: Path) -> None:
         self.progress = Progress()
         self.index = index
@@ -137,7 +124,7 @@ async def follow_index(feed: Feed, groups: GroupLookups, indexing: Indexing) -> 
 
 
 async def follow_store(feed: Feed, groups: GroupLookups) -> None:
-    """Tells watchers of a store's new groups, until cancelled; feed.seq is set first."""
+    """Reports a store's new groups, until cancelled; feed.seq is set first."""
     while True:
         with suppress(StoreError):
             await tell_groups(feed, groups, await last_number(groups))
@@ -146,13 +133,11 @@ async def follow_store(feed: Feed, groups: GroupLookups) -> None:
 
 
 async def last_number(groups: GroupLookups) -> int:
-    """Returns the number of the group that arrived last; 0 without groups."""
     page = await groups.list_groups(GroupQuery(order="newest"), "", 1)
     return page.groups[0].row.seq if page.groups else 0
 
 
 async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
-    """Reports the groups after the last reported one, up to number `last`."""
     seen = feed.seq
     if last <= seen:
         return

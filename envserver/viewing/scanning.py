@@ -1,13 +1,11 @@
 """Finds the groups in files, in one pass that can go on when a file has grown.
 
-In: paths. Out: `Found` for each group, in order, and the error of each line that is none. A last
-line without an end is left for the next pass unless it is whole; documents of one task that follow
-each other are one group.
+A last line without an end is left for the next pass unless it is whole; documents of one task that
+follow each other are one group.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from envserver_records.tasks import range_from_json
 
 from ..export.stored import group_of, group_record, names_of_foreign
 from ..export.stored_sources import decoded, is_json, opened
-from ..export.unified import FINALIZE, problems_of_trace, unified_of_trace
+from ..export.unified import FINALIZE, json_text, problems_of_trace, unified_of_trace
 from ..formats.atropos import NOT_TRAINED
 from ..store.packed import GroupFacts, facts_of_rewards
 
@@ -50,11 +48,7 @@ def facts_of_line(line: bytes, place: str) -> LineFacts | None:
 
 
 def group_of_line(line: bytes, place: str) -> Group:
-    """Returns the whole group of a line. Raises InputError: it is not a group."""
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{place} is not JSON: {error}.", place=place) from error
+    value = decoded(line, place)
     try:
         return group_record(group_of(value, place))
     except (TypeError, ValueError, LookupError, OverflowError, RecursionError) as error:
@@ -150,12 +144,7 @@ _MOST_ROLLOUTS: Final = 256
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A group of a file.
-
-    Args:
-        start, length: where its line is, in bytes; line: its number.
-        body: the group as a line of its own, where the file does not have it so; else None.
-    """
+    """A group; `start`, `length`: bytes of its line; `body`: its line, where the file lacks it."""
 
     facts: LineFacts
     start: int
@@ -165,8 +154,6 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class FileScan:
-    """One file of groups or documents."""
-
     def __init__(self, path: Path, offset: int = 0, line: int = 0) -> None:
         self.path = path
         self.offset = offset
@@ -263,7 +250,6 @@ class Documents:
         self._waiting.append(document)
 
     def flush(self) -> Iterator[Found | InputError]:
-        """Yields the group of the documents so far, if there are any."""
         if not self._waiting:
             return
         documents, self._waiting = self._waiting, []
@@ -302,7 +288,7 @@ def unified_document(value: Any, place: str) -> Json:
 
 
 def task_of(document: Json) -> tuple[str, str]:
-    """Returns what tells whether two documents belong to one group: the group, or the task."""
+    """Returns the group or the task: equal for documents of one group."""
     facts = document["metadata"]
     return str(document.get("domain") or ""), str(facts.get("group_id") or _task(document))
 
@@ -389,18 +375,14 @@ def _messages(document: Json) -> list[Json]:
     question = document.get("question")
     messages: list[Json] = [{"role": "user", "content": question}] if question else []
     for number, action in enumerate(document["actions"]):
-        tool, output = str(action.get("tool")), _text(action.get("output"))
+        tool, output = str(action.get("tool")), json_text(action.get("output"))
         if action.get("error") and action.get("output") is None:
             output = f"Error: {action['error']}"
         if tool in ("reason", FINALIZE):
             messages.append({"role": "assistant", "content": output})
             continue
-        call = {"name": tool, "arguments": _text(action.get("input"))}
+        call = {"name": tool, "arguments": json_text(action.get("input"))}
         called = {"id": f"call-{number}", "type": "function", "function": call}
         messages.append({"role": "assistant", "content": None, "tool_calls": [called]})
         messages.append({"role": "tool", "tool_call_id": called["id"], "content": output})
     return messages
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

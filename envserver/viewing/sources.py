@@ -1,8 +1,4 @@
-"""What the arguments of `envserver view` name: files, folders, evaluations, a store or a server.
-
-Only names of files and their first bytes are read, and the ends of the `*.failures.jsonl` beside
-them.
-"""
+"""What the arguments of `envserver view` name; files of groups are not read here."""
 
 from __future__ import annotations
 
@@ -11,10 +7,10 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-from envserver_records.errors import ConfigError, Failure, InputError, NotFoundError
+from envserver_records.errors import ConfigError, InputError, NotFoundError
 
 from ..evaluation.folders import RunFile, groups_path, read_run_file
 from ..export.jsonl import failures_path
@@ -31,8 +27,6 @@ _NOT_DOCUMENTS: Final = frozenset(
 
 
 class ViewedFile(msgspec.Struct, frozen=True):
-    """A file of groups or documents."""
-
     path: str
     run: str = ""
     part: str = ""
@@ -40,8 +34,6 @@ class ViewedFile(msgspec.Struct, frozen=True):
 
 
 class Viewed(msgspec.Struct, frozen=True):
-    """What is looked at."""
-
     kind: Kind
     title: str
     places: list[str]
@@ -52,7 +44,6 @@ class Viewed(msgspec.Struct, frozen=True):
         return self.kind not in ("store", "server")
 
     def files(self) -> list[ViewedFile]:
-        """Returns the files that there are now, in their order."""
         found: list[ViewedFile] = []
         for place, run in zip(self.places, self.runs, strict=True):
             found += _files(place, run if len(self.runs) > 1 else "")
@@ -193,21 +184,7 @@ class _Line(msgspec.Struct):
     event: str
 
 
-class _Failed(Failure, frozen=True, kw_only=True):
-    """A failed attempt: the failure, and where it happened."""
-
-    group_id: str
-    index: int
-    task_id: str
-    rollout_id: str
-    attempt: int
-    final: bool
-    at: float
-
-
 class FailureFiles:
-    """The failures of what is looked at; `log` has the latest of them."""
-
     def __init__(self, viewed: Viewed) -> None:
         self._viewed = viewed
         self._read: dict[Path, int] = {}
@@ -267,11 +244,7 @@ def _event(line: bytes) -> Iterator[RolloutFailed | GroupDropped]:
         if kind == "group_dropped":
             yield msgspec.json.decode(line, type=GroupDropped)
         elif kind == "rollout_failed":
-            line_facts = msgspec.json.decode(line, type=_Failed)
-            of_failure = {name: getattr(line_facts, name) for name in Failure.__struct_fields__}
-            facts = {
-                n: getattr(line_facts, n) for n in RolloutFailed.__struct_fields__ if n != "failure"
-            }
-            yield RolloutFailed(failure=Failure(**of_failure), **facts)
+            facts = msgspec.json.decode(line, type=dict[str, Any])
+            yield msgspec.convert({**facts, "failure": facts}, RolloutFailed)
     except msgspec.DecodeError:
         return

@@ -1,8 +1,4 @@
-"""Prepares data and models for offline training.
-
-The names below are imported when they are first used. `commands` has the commands of `envserver`
-that use this package.
-"""
+"""Prepares data and models for offline training; `commands` has the commands that use it."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ if TYPE_CHECKING:
     from .exporting.formats import Options, format_of
     from .merging import Merged, Recipe, Vector, merge
     from .publishing.models import upload
-    from .trajectories.convert import convert
-    from .trajectories.documents import validate
+    from .trajectories import convert, validate
 
 __all__ = [
     "Merged",
@@ -36,10 +31,10 @@ __getattr__ = lazy_names(
         "Options": "exporting.formats",
         "Recipe": "merging",
         "Vector": "merging",
-        "convert": "trajectories.convert",
+        "convert": "trajectories",
         "format_of": "exporting.formats",
         "merge": "merging",
         "upload": "publishing.models",
-        "validate": "trajectories.documents",
+        "validate": "trajectories",
     },
 )

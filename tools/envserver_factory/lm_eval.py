@@ -1,9 +1,8 @@
 """Runs lm-evaluation-harness as a separate process that calls an endpoint in front of the engine.
 
-In: what to run and an engine. Out: `<folder>/harness/` (what the harness wrote), and a folder for
-each of its tasks with `run.json` and `samples.jsonl`, as `evaluation.folders` reads them. The
-engine's key stays in this process; every call of the harness passes through this process and is
-counted.
+`<folder>/harness/` has what the harness wrote; each task has a folder with `run.json` and
+`samples.jsonl`, as `evaluation.folders` reads them. The engine's key stays in this process; every
+call of the harness passes through it and is counted.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
@@ -46,7 +45,8 @@ from envserver.running.evaluation_folder import write_report, write_run_file
 from envserver.running.prices import pricing_of
 from envserver.settings.config import OpenAIConfig
 
-from .run_settings import LmEvalSettings
+if TYPE_CHECKING:
+    from .commands.environments import LmEvalSettings
 
 _CALLS = "calls.json"
 _PATHS = {"chat": "chat/completions", "completions": "completions"}
@@ -59,41 +59,25 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class Order:
-    """A run of the harness. Arguments as in `LmEvalSettings`."""
+    """A run of the harness: the settings, and what follows from them."""
 
-    tasks: Sequence[str]
+    asked: LmEvalSettings
     folder: Path
     python: Path
-    api: str = "chat"
-    num_fewshot: int | None = None
-    limit: float | None = None
-    include_path: Path | None = None
-    gen_kwargs: str = ""
-    system_instruction: str = ""
-    tokenizer: str = ""
-    concurrency: int = 8
-    metric: str | None = None
-    more: Sequence[str] = ()
     counted: Counted = field(default_factory=Counted)
 
     @property
     def harness(self) -> Path:
         """Folder of the harness's output and of the answers with which a run resumes."""
-        return self.folder / "harness" / _UNSAFE.sub("_", "+".join(self.tasks))[:_LONGEST_NAME]
+        name = _UNSAFE.sub("_", "+".join(self.asked.tasks))[:_LONGEST_NAME]
+        return self.folder / "harness" / name
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that decide results."""
-        return {
-            "harness": {
-                "api": self.api,
-                "num_fewshot": self.num_fewshot,
-                "limit": self.limit,
-                "gen_kwargs": self.gen_kwargs,
-                "system_instruction": self.system_instruction,
-                "args": list(self.more),
-            }
-        }
+        names = ("api", "num_fewshot", "limit", "gen_kwargs", "system_instruction")
+        facts = {name: getattr(self.asked, name) for name in names}
+        return {"harness": {**facts, "args": list(self.asked.args)}}
 
 
 class Spent(msgspec.Struct):
@@ -106,8 +90,6 @@ class Spent(msgspec.Struct):
 
 
 class CountingEngine(MeasuredEngine):
-    """An engine that counts the tokens and seconds of its answers."""
-
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.spent = Spent()
@@ -124,7 +106,6 @@ class CountingEngine(MeasuredEngine):
 
 
 async def check_installed(python: Path) -> None:
-    """Checks that the harness is installed for `python`."""
     words = ("-c", "import importlib.util as u; raise SystemExit(u.find_spec('lm_eval') is None)")
     try:
         process = await asyncio.create_subprocess_exec(
@@ -143,7 +124,7 @@ async def check_installed(python: Path) -> None:
 
 
 async def run_harness(
-    order: Order, engine: CountingEngine, *, simulated: bool, tell: Callable[[str], object]
+    order: Order, engine: CountingEngine, *, tell: Callable[[str], object]
 ) -> list[str]:
     """Runs the harness to its end, files its results and returns the names of its tasks."""
     model = await engine.model_name()
@@ -152,7 +133,7 @@ async def run_harness(
             words = [str(order.python), "-m", "lm_eval", "run", *_words(order, url, model)]
             await _run(words, order.harness / "log.txt", tell)
     found = await asyncio.to_thread(
-        harvest, order.harness, metric=order.metric, requests=spent.requests
+        harvest, order.harness, metric=order.asked.metric, requests=spent.requests
     )
     documents = sum(one.documents for one in found)
     before = 0
@@ -160,7 +141,7 @@ async def run_harness(
         run = HarnessRun(
             task=one.task,
             model=model,
-            simulated=simulated,
+            simulated=order.asked.model == SIMULATED,
             settings=order.settings,
             facts=one.facts,
             prompt_tokens=_share(spent.prompt_tokens, before, one.documents, documents),
@@ -192,8 +173,7 @@ def _accounts(path: Path, spent: Spent) -> Iterator[Spent]:
 
 
 def _share(total: int, before: int, own: int, everything: int) -> int:
-    """Returns the part of a task with `own` of all documents, such that the parts sum up to
-    `total`."""
+    """Returns the part of a task with `own` of all documents; parts sum up to `total`."""
     return total * (before + own) // everything - total * before // everything
 
 
@@ -214,33 +194,34 @@ def fold_in(folder: Path, tasks: Sequence[str]) -> None:
 
 
 def _words(order: Order, url: str, model: str) -> list[str]:
+    asked = order.asked
     arguments = {
         "model": model,
-        "base_url": f"{url}/v1/{_PATHS[order.api]}",
-        "num_concurrent": order.concurrency,
+        "base_url": f"{url}/v1/{_PATHS[asked.api]}",
+        "num_concurrent": asked.concurrency,
         "max_retries": 3,
     }
-    if order.api == "chat":
+    if asked.api == "chat":
         arguments |= {"tokenized_requests": False}
-    elif order.tokenizer:
-        arguments |= {"tokenizer": order.tokenizer, "tokenizer_backend": "huggingface"}
+    elif asked.tokenizer:
+        arguments |= {"tokenizer": asked.tokenizer, "tokenizer_backend": "huggingface"}
     else:  # otherwise it looks for the model's name on the hub
         arguments |= {"tokenized_requests": False, "tokenizer_backend": "None"}
-    words = ["--model", _MODELS[order.api]]
+    words = ["--model", _MODELS[asked.api]]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--tasks", ",".join(order.tasks), "--output_path", str(order.harness)]
+    words += ["--tasks", ",".join(asked.tasks), "--output_path", str(order.harness)]
     words += ["--log_samples", "--use_cache", str(order.harness / "answers")]
-    words += ["--apply_chat_template"] if order.api == "chat" else []
+    words += ["--apply_chat_template"] if asked.api == "chat" else []
     given = {
-        "--num_fewshot": order.num_fewshot,
-        "--limit": None if order.limit is None else f"{order.limit:g}",
-        "--include_path": order.include_path,
-        "--gen_kwargs": order.gen_kwargs or None,
-        "--system_instruction": order.system_instruction or None,
+        "--num_fewshot": asked.num_fewshot,
+        "--limit": None if asked.limit is None else f"{asked.limit:g}",
+        "--include_path": asked.include_path,
+        "--gen_kwargs": asked.gen_kwargs or None,
+        "--system_instruction": asked.system_instruction or None,
     }
     for flag, value in given.items():
         words += [] if value is None else [flag, str(value)]
-    return [*words, *order.more]
+    return [*words, *asked.args]
 
 
 @contextlib.asynccontextmanager
@@ -268,15 +249,11 @@ async def _run(words: Sequence[str], log: Path, tell: Callable[[str], object]) -
             if process.returncode is None:
                 await _end(process)
     if status:
-        last = await asyncio.to_thread(_last_lines, log)
+        last = (await asyncio.to_thread(log.read_text, errors="replace")).splitlines()
         raise ConfigError(
-            "lm-evaluation-harness ended with an error:\n" + "\n".join(last),
+            "lm-evaluation-harness ended with an error:\n" + "\n".join(last[-_LAST_LINES:]),
             hint=f"Its whole output: {log}",
         )
-
-
-def _last_lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines()[-_LAST_LINES:]
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -288,11 +265,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def this_python() -> Path:
-    """Returns the path of the running Python interpreter."""
-    return Path(sys.executable)
-
-
 Watch = Callable[[CountingEngine], AbstractAsyncContextManager[None]]
 """Makes a context that is open while the harness runs; the engine has the counts so far."""
 
@@ -300,12 +272,11 @@ Watch = Callable[[CountingEngine], AbstractAsyncContextManager[None]]
 async def lm_eval(
     settings: LmEvalSettings, *, tell: Callable[[str], object], watch: Watch
 ) -> tuple[Path, Report | Suite]:
-    """Runs the tasks; returns the folder and its report."""
     if not settings.tasks:
         raise UsageError("Which tasks? For example: envserver lm-eval gsm8k --limit 100.")
     folder = settings.out or Path("runs") / "lm-eval" / time.strftime("%Y%m%d-%H%M%S")
-    order = _order(settings, folder)
-    await asyncio.to_thread(_check_folder, order, settings)
+    order = Order(settings, folder, settings.python or Path(sys.executable))
+    await asyncio.to_thread(_check_folder, order)
     await check_installed(order.python)
     pricing = pricing_of(settings.prices, settings.model, settings.engine.models_file)
     async with _engine(settings) as engine:
@@ -314,36 +285,18 @@ async def lm_eval(
         if settings.overwrite:  # not before the engine answers
             await asyncio.to_thread(shutil.rmtree, order.harness, ignore_errors=True)
         async with watch(engine):
-            simulated = settings.model == SIMULATED
-            tasks = await run_harness(order, engine, simulated=simulated, tell=tell)
+            tasks = await run_harness(order, engine, tell=tell)
     fold_in(folder, tasks)
     return folder, write_report(folder, View())
 
 
-def _order(settings: LmEvalSettings, folder: Path) -> Order:
-    return Order(
-        tasks=settings.tasks,
-        folder=folder,
-        python=settings.python or this_python(),
-        api=settings.api,
-        num_fewshot=settings.num_fewshot,
-        limit=settings.limit,
-        include_path=settings.include_path,
-        gen_kwargs=settings.gen_kwargs,
-        system_instruction=settings.system_instruction,
-        tokenizer=settings.tokenizer,
-        concurrency=settings.concurrency,
-        metric=settings.metric,
-        more=settings.args,
-    )
-
-
-def _check_folder(order: Order, settings: LmEvalSettings) -> None:
-    if settings.resume and settings.overwrite:
+def _check_folder(order: Order) -> None:
+    asked = order.asked
+    if asked.resume and asked.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
-    if order.harness.exists() and not (settings.resume or settings.overwrite):
+    if order.harness.exists() and not (asked.resume or asked.overwrite):
         raise ConfigError(
-            f"{order.folder} already has {', '.join(order.tasks)}.",
+            f"{order.folder} already has {', '.join(asked.tasks)}.",
             hint="Use --resume to continue, or --overwrite to run them again.",
         )
 

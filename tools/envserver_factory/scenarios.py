@@ -1,20 +1,19 @@
-"""The work of `envserver scenarios`: runs a scenario many times with several models; saves traces.
+"""The work of `envserver scenarios`: runs scenarios many times with several models; saves traces.
 
-Models take turns; the runs of one model are made in parallel. A run with a complete trace is not
-made again. A run that fails through no fault of the model is retried; if it fails again, it is
-counted and has no trace, and the same command makes it later.
+A run with a complete trace is not made again. A run that fails through no fault of the model is
+retried; if it fails again, it has no trace, and the same command makes it later.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
-from envserver_records.errors import ConfigError, ConflictError, Failure, RolloutError
+from envserver_records.errors import ConfigError, ConflictError, RolloutError
 from envserver_records.records import Task
 
 from envserver.environment import Environment
@@ -42,23 +41,7 @@ def whole_trace(path: Path) -> Json | None:
     return document
 
 
-def check_same_run(trace: Json, wanted: Mapping[str, Any], path: Path) -> None:
-    """Checks that the trace in `path` is of the expected run."""
-    for key, value in wanted.items():
-        if trace.get(key) != value:
-            raise ConflictError(
-                f"{path} is of another run: its {key} is another than now.",
-                hint="Name another folder by --out, or another --label; or --overwrite.",
-            )
-
-
-def write_trace(path: Path, trace: Json) -> None:
-    """Writes a trace. Raises as `write_json`."""
-    write_json(path, trace)
-
-
 def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
-    """Writes the list of traces, with how each ended."""
     runs = []
     for path in sorted(paths):
         trace = whole_trace(path)
@@ -74,8 +57,6 @@ Embed = Callable[[Json], Json]
 
 @dataclass(frozen=True)
 class Runner:
-    """A model to run."""
-
     settings: Settings
     model: dict[str, str]
 
@@ -86,7 +67,7 @@ class Runner:
 
 @dataclass
 class Runs:
-    """The counts of runs. `failed`: messages of the runs that have no trace."""
+    """Counts of runs. `failed`: messages of the runs that have no trace."""
 
     wanted: int = 0
     already: int = 0
@@ -142,56 +123,20 @@ def _made(settings: Settings, update: Json, name: str, files: str, backend: str)
 
 async def run_scenarios(
     models: Sequence[Runner],
-    environment: Environment,
-    reference: str,
+    work: Work,
     scenario: Path,
     labels: Sequence[str],
-    out: Path,
     *,
     n: int,
     seed: int,
     overwrite: bool = False,
-    embed: Embed | None = None,
-    on_progress: Callable[[Runs], None] = lambda runs: None,
 ) -> Runs:
-    """Makes `n` runs of each model and label and writes their traces below `out`."""
-    runs = Runs()
+    """Makes `n` runs of each model and label and writes their traces."""
     todo: list[tuple[Runner, list[Task]]] = []
     wanted: list[Task] = []
     for runner in models:
-        tasks = list(_tasks(runner, environment, scenario, labels, n, seed))
-        wanted += tasks
-        missing = [task for task in tasks if overwrite or not _is_there(task, out)]
-        runs.wanted += len(tasks)
-        runs.already += len(tasks) - len(missing)
-        todo.append((runner, missing))
-    on_progress(runs)
-    for runner, tasks in todo:
-        if tasks:
-            await _run_model(runner, environment, reference, tasks, out, runs, embed, on_progress)
-    facts = {
-        "scenario": wanted[0].public["scenario"],
-        "models": [runner.name for runner in models],
-        "labels": list(labels),
-        "n": n,
-        "seed": seed,
-    }
-    paths = [out / task.public["path"] for task in wanted]
-    await asyncio.to_thread(write_index, out, facts, paths)
-    return runs
-
-
-def _tasks(
-    runner: Runner,
-    environment: Environment,
-    scenario: Path,
-    labels: Sequence[str],
-    n: int,
-    seed: int,
-) -> Iterator[Task]:
-    for label in labels:
-        for number in range(1, n + 1):
-            yield environment.task_from_row(
+        tasks = [
+            work.environment.task_from_row(
                 {
                     "scenario": str(scenario),
                     "label": label,
@@ -200,6 +145,28 @@ def _tasks(
                     "model": runner.model,
                 }
             )
+            for label in labels
+            for number in range(1, n + 1)
+        ]
+        wanted += tasks
+        missing = [task for task in tasks if overwrite or not _is_there(task, work.out)]
+        work.runs.wanted += len(tasks)
+        work.runs.already += len(tasks) - len(missing)
+        todo.append((runner, missing))
+    work.on_progress(work.runs)
+    for runner, tasks in todo:
+        if tasks:
+            await work.run_model(runner, tasks)
+    facts = {
+        "scenario": wanted[0].public["scenario"],
+        "models": [runner.name for runner in models],
+        "labels": list(labels),
+        "n": n,
+        "seed": seed,
+    }
+    paths = [work.out / task.public["path"] for task in wanted]
+    await asyncio.to_thread(write_index, work.out, facts, paths)
+    return work.runs
 
 
 def _is_there(task: Task, out: Path) -> bool:
@@ -207,67 +174,54 @@ def _is_there(task: Task, out: Path) -> bool:
     trace = whole_trace(path)
     if trace is None:
         return False
-    wanted = {key: task.public[key] for key in ("scenario", "label", "prompt", "seed")}
-    check_same_run(trace, wanted, path)
+    for key in ("scenario", "label", "prompt", "seed"):
+        if trace.get(key) != task.public[key]:
+            raise ConflictError(
+                f"{path} is of another run: its {key} is another than now.",
+                hint="Name another folder by --out, or another --label; or --overwrite.",
+            )
     return True
 
 
-async def _run_model(
-    runner: Runner,
-    environment: Environment,
-    reference: str,
-    tasks: Sequence[Task],
-    out: Path,
-    runs: Runs,
-    embed: Embed | None,
-    on_progress: Callable[[Runs], None],
-) -> None:
-    settings = runner.settings
-    async with (
-        rollout_context(
-            settings,
-            environment,
-            reference,
-        ) as parts,
-        asyncio.TaskGroup() as group,
-    ):
-        for task in tasks:
-            group.create_task(_run(parts, runner, task, out, runs, embed, on_progress))
+@dataclass
+class Work:
+    """Runs of one scenario, whose traces go below `out`."""
 
+    environment: Environment
+    reference: str
+    out: Path
+    embed: Embed | None = None
+    on_progress: Callable[[Runs], None] = lambda runs: None
+    runs: Runs = field(default_factory=Runs)
 
-async def _run(
-    parts: RolloutContext,
-    runner: Runner,
-    task: Task,
-    out: Path,
-    runs: Runs,
-    embed: Embed | None,
-    on_progress: Callable[[Runs], None],
-) -> None:
-    try:
-        trajectory = await run_single(parts, task, scored=True, failed=_tried_again)
-    except RolloutError as error:
-        runs.failed.append(f"{task.public['path']}: {error}")
-        on_progress(runs)
-        return
-    output = trajectory.output if isinstance(trajectory.output, dict) else {}
-    trace: Json = output.get("trace") or {}
-    if not trace:
-        ending = trajectory.limit or "its agent"
-        runs.failed.append(f"{task.public['path']}: it was ended by {ending} without a trace")
-        on_progress(runs)
-        return
-    if not trace["model"]["hf_id"]:
-        trace["model"]["hf_id"] = parts.model
-    if embed is not None:
-        trace = await asyncio.to_thread(embed, trace)
-    await asyncio.to_thread(write_trace, out / task.public["path"], trace)
-    runs.made += 1
-    runs.completed += bool(trace["outcome"]["completed"])
-    if trajectory.score.reward is not None:
-        runs.rewards.append(trajectory.score.reward)
-    on_progress(runs)
+    async def run_model(self, runner: Runner, tasks: Sequence[Task]) -> None:
+        context = rollout_context(runner.settings, self.environment, self.reference)
+        async with context as parts, asyncio.TaskGroup() as group:
+            for task in tasks:
+                group.create_task(self._run(parts, task))
 
+    async def _run(self, parts: RolloutContext, task: Task) -> None:
+        if (problem := await self._problem(parts, task)) is not None:
+            self.runs.failed.append(f"{task.public['path']}: {problem}")
+        self.on_progress(self.runs)
 
-def _tried_again(failure: Failure) -> None:
-    """Ignores a failure that is retried; only the final failure is reported."""
+    async def _problem(self, parts: RolloutContext, task: Task) -> str | None:
+        """Makes a run and writes its trace; returns why there is none."""
+        try:  # a failure that is retried is not reported
+            trajectory = await run_single(parts, task, scored=True, failed=lambda failure: None)
+        except RolloutError as error:
+            return str(error)
+        output = trajectory.output if isinstance(trajectory.output, dict) else {}
+        trace: Json = output.get("trace") or {}
+        if not trace:
+            return f"it was ended by {trajectory.limit or 'its agent'} without a trace"
+        if not trace["model"]["hf_id"]:
+            trace["model"]["hf_id"] = parts.model
+        if self.embed is not None:
+            trace = await asyncio.to_thread(self.embed, trace)
+        await asyncio.to_thread(write_json, self.out / task.public["path"], trace)
+        self.runs.made += 1
+        self.runs.completed += bool(trace["outcome"]["completed"])
+        if trajectory.score.reward is not None:
+            self.runs.rewards.append(trajectory.score.reward)
+        return None

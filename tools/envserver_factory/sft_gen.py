@@ -1,27 +1,25 @@
 """The work of `envserver sft-gen`: runs an environment and writes its best rollouts as rows.
 
-In: one environment. Out: rows for supervised training in a JSONL file. Rows already written stay in
-the file, however the run ends.
+Rows already written stay in the file, however the run ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
-from envserver_records.errors import ConfigError, StoreError
+from envserver_records.errors import ConfigError
 from envserver_records.records import Group, Trajectory
 from envserver_records.waiting import cancel_and_wait
 
 from envserver.environment import Environment
-from envserver.export.jsonl import append_durably, cut_torn_line
+from envserver.export.jsonl import append_durably, cut_torn_line, lock, open_appending
 from envserver.models.catalogue import find_tokenizer
 from envserver.rollouts.events import Event, Observer
 from envserver.rollouts.scheduler import Scheduler
@@ -32,20 +30,18 @@ from envserver.running.metrics import Tally
 from envserver.running.mix import RunSpec
 from envserver.running.stopping import Ending, Stop, run_until_stopped
 
-from .run_settings import SftSettings
+if TYPE_CHECKING:
+    from .commands.environments import SftSettings
 
 Decode = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a group's rows.
+    """The choice of a group's rows: the `top` best ones.
 
-    Args:
-        top: maximum number, the best ones.
-        allow_negative: also keep scores of 0 or less.
-        min_difference: keep scores that exceed the group's worst by more than this; 0: all.
-        pm1: scores are mapped from [0, 1] to [-1, 1].
+    `min_difference`: how far a score must exceed the group's worst, 0: all; `pm1`: scores are
+    mapped from [0, 1] to [-1, 1].
     """
 
     top: int
@@ -57,9 +53,8 @@ class Choice:
 def rows_of(group: Group, choice: Choice, decode: Decode | None) -> list[dict[str, Any]]:
     """Returns the rows of `group` that `choice` keeps, best first.
 
-    Args:
-        decode: token ids -> text: one row for each sequence, cut before its first sampled token;
-            None: one row for each rollout, its conversation.
+    With `decode`, a row for each sequence, cut before its first sampled token; else one for each
+    rollout, its conversation.
     """
     scored = [
         (score if not choice.pm1 else 2.0 * score - 1.0, trajectory)
@@ -131,7 +126,6 @@ class SftSink:
                 self.full.set()
 
     async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns those whose rows are in the file."""
         return self._done.intersection(group_ids)
 
     async def wait_for_capacity(self) -> None:
@@ -139,27 +133,20 @@ class SftSink:
 
 
 def _opened(path: Path, *, append: bool) -> IO[bytes]:
+    file = open_appending(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+b", 0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be opened: {error.strerror}.") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        lock(file, path)
+        if file.seek(0, os.SEEK_END) and not append:
+            raise ConfigError(f"{path} exists.", hint="--append-to-previous appends to it.")
+        cut_torn_line(file)
+    except ConfigError:
         file.close()
-        raise ConfigError(f"Another process is writing {path}.") from error
-    if file.seek(0, os.SEEK_END) and not append:
-        file.close()
-        raise ConfigError(f"{path} exists.", hint="--append-to-previous appends to it.")
-    cut_torn_line(file)
+        raise
     return file
 
 
 @dataclass(frozen=True)
 class Generated:
-    """The result: `rows` in the file, made from `groups`, and how the run ended."""
-
     rows: int
     groups: int
     ending: Ending

@@ -1,8 +1,4 @@
-"""Rewards of merged models over alpha, as a table and a picture. Pure.
-
-In: a `Sweep`: the reports of each alpha. Out: a table for terminals, and an SVG with one line per
-environment and its 95 % intervals.
-"""
+"""Rewards of merged models over alpha, as a table and an SVG with 95 % intervals. Pure."""
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ _COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """One alpha.
-
-    Args:
-        model: folder of its model.
-        asked: settings of its evaluation, by environment.
-        rewards: mean reward by environment; `passed`: pass@1.
-    """
+    """One alpha: the folder of its model, and by environment its settings, rewards and pass@1."""
 
     alpha: float
     model: str
@@ -40,7 +30,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     def of(
         cls, alpha: float, model: str, asked: dict[str, Any], reports: Sequence[Report]
     ) -> Point:
-        """Makes a point of the reports of an evaluation."""
         measured = [
             (report.name or report.env, found)
             for report in reports
@@ -56,16 +45,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        """The mean over environments of the mean reward."""
         return sum(one.value for one in self.rewards.values()) / len(self.rewards)
 
 
 class Sweep(msgspec.Struct, kw_only=True):
-    """The contents of `sweep.json`.
-
-    Args:
-        base, tuned, start: names and weights of the inputs; `start` is empty for the base.
-        points: what was evaluated, by alpha.
+    """The contents of `sweep.json`: names and weights of the inputs (`start` is empty for the
+    base).
     """
 
     base: dict[str, Any]
@@ -75,7 +60,6 @@ class Sweep(msgspec.Struct, kw_only=True):
     schema_version: int = 1
 
     def is_like(self, other: Sweep) -> bool:
-        """Returns whether both are of the same models."""
         return (self.base, self.tuned, self.start) == (other.base, other.tuned, other.start)
 
     def best(self) -> Point | None:
@@ -85,7 +69,6 @@ class Sweep(msgspec.Struct, kw_only=True):
 
 
 def table_of(sweep: Sweep) -> TextTable:
-    """Returns the rewards by alpha and environment."""
     names = _environments(sweep)
     best = sweep.best()
     rows = [
@@ -100,7 +83,6 @@ def table_of(sweep: Sweep) -> TextTable:
 
 
 def drawn(sweep: Sweep) -> str:
-    """Returns the picture as SVG."""
     return "\n".join([*_picture(sweep), "</svg>"]) + "\n"
 
 
@@ -117,14 +99,12 @@ def _cell(estimate: Estimate | None) -> str:
 
 
 class _Axes:
-    """Maps alphas and rewards to pixels."""
-
     def __init__(self, sweep: Sweep) -> None:
         alphas = [point.alpha for point in sweep.points]
         every = [one for point in sweep.points for one in point.rewards.values()]
         ends = [end for one in every for end in (one.value, one.low, one.high) if end is not None]
-        self.low_alpha, self.high_alpha = _range([*alphas, 0.0, 1.0])
-        self.low, self.high = _range([*ends, 0.0, 1.0])
+        self.low_alpha, self.high_alpha = min([*alphas, 0.0]), max([*alphas, 1.0])
+        self.low, self.high = min([*ends, 0.0]), max([*ends, 1.0])
 
     def x(self, alpha: float) -> float:
         share = (alpha - self.low_alpha) / (self.high_alpha - self.low_alpha)
@@ -133,10 +113,6 @@ class _Axes:
     def y(self, reward: float) -> float:
         share = (reward - self.low) / (self.high - self.low)
         return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return min(values), max(values)
 
 
 def _picture(sweep: Sweep) -> Iterator[str]:

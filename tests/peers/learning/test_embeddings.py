@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from envserver_factory.exporting.readable import Embedder, embed_steps
+from envserver_factory.exporting.formats import Embedder, embed_steps
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace

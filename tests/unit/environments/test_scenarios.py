@@ -7,7 +7,7 @@ import pytest
 from envserver_environments.scenarios.agent import files_of, tree_in
 from envserver_environments.scenarios.env import SAMPLE
 from envserver_environments.scenarios.loading import read_scenario
-from envserver_factory.commands.scenarios import ScenarioSettings
+from envserver_factory.commands.environments import ScenarioSettings
 from envserver_factory.scenarios import runners
 
 from envserver import ConfigError, InputError, main

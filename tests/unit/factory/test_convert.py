@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from envserver_factory.publishing.models import Result, split_card, with_results
-from envserver_factory.trajectories.convert import unified_of_foreign
+from envserver_factory.trajectories import unified_of_foreign
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.extent import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_factory.sft_building.folder import split_three, split_tools_by_group
+from envserver_factory.sft_building import split_three, split_tools_by_group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of

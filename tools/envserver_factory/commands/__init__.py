@@ -2,109 +2,74 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from envserver.cli import Command
 
+
+def _command(module: str, name: str, summary: str, **facts: Any) -> Command:
+    """Returns a command: `run_NAME` and the specification `NAME` of a module here."""
+    return Command(f"{__name__}.{module}", summary, f"run_{name}", name.upper(), **facts)
+
+
+def _data_set(name: str, summary: str, generate: str) -> Command:
+    words = {"generate": _command("sft", f"generate_{name}", generate)}
+    return _command("sft", name, summary, words=words)
+
+
 _SFT = {
-    "build": Command(
-        f"{__name__}.sft", "make rows for each tool from unified trajectories", "run_build", "BUILD"
+    "build": _command("sft", "build", "make rows for each tool from unified trajectories"),
+    "preview": _command("sft", "preview", "show what `sft build` would write"),
+    "router": _data_set(
+        "router", "prepare queries and plans", "let a teacher write plans for queries"
     ),
-    "preview": Command(
-        f"{__name__}.sft", "show what `sft build` would write", "run_preview", "PREVIEW"
+    "math": _data_set(
+        "math", "prepare problems with solutions", "keep a teacher's right solutions of k tries"
     ),
-    "router": Command(
-        f"{__name__}.sft",
-        "prepare queries and plans",
-        "run_router",
-        "ROUTER",
-        words={
-            "generate": Command(
-                f"{__name__}.sft_generate",
-                "let a teacher write plans for queries",
-                "run_router",
-                "ROUTER",
-            )
-        },
-    ),
-    "math": Command(
-        f"{__name__}.sft",
-        "prepare problems with solutions",
-        "run_math",
-        "MATH",
-        words={
-            "generate": Command(
-                f"{__name__}.sft_generate",
-                "keep a teacher's right solutions of k tries",
-                "run_math",
-                "MATH",
-            )
-        },
-    ),
-    "code": Command(
-        f"{__name__}.sft",
-        "prepare programs",
-        "run_code",
-        "CODE",
-        words={
-            "generate": Command(
-                f"{__name__}.sft_generate",
-                "keep a teacher's programs that pass their tests",
-                "run_code",
-                "CODE",
-            )
-        },
+    "code": _data_set(
+        "code", "prepare programs", "keep a teacher's programs that pass their tests"
     ),
 }
 
 COMMANDS = {
-    "init": Command(f"{__name__}.init", "make the package of a new environment", before="sample"),
-    "lm-eval": Command(
-        f"{__name__}.lm_eval", "run tasks of lm-evaluation-harness on a model", before="serve"
+    "init": _command(
+        "environments", "init", "make the package of a new environment", before="sample"
     ),
-    "sft-gen": Command(
-        f"{__name__}.sft_gen",
+    "lm-eval": _command(
+        "environments", "lm_eval", "run tasks of lm-evaluation-harness on a model", before="serve"
+    ),
+    "sft-gen": _command(
+        "environments",
+        "sft_gen",
         "write the best rollouts as rows for supervised training",
         has_environment=True,
         before="top",
     ),
-    "export": Command(
-        f"{__name__}.export",
+    "export": _command(
+        "export",
+        "export",
         "filter stored rollouts and write them in another format",
         before="verify",
     ),
-    "scenarios": Command(
-        f"{__name__}.scenarios", "run models in a scenario, keep traces", before="check"
+    "scenarios": _command(
+        "environments", "scenarios", "run models in a scenario, keep traces", before="check"
     ),
-    "convert": Command(
-        f"{__name__}.trajectories",
-        "make unified trajectories from other formats",
-        "run_convert",
-        "CONVERT",
-        before="check",
+    "convert": _command(
+        "export", "convert", "make unified trajectories from other formats", before="check"
     ),
-    "validate": Command(
-        f"{__name__}.trajectories",
-        "check files of unified trajectories",
-        "run_validate",
-        "VALIDATE",
-        before="check",
+    "validate": _command(
+        "export", "validate", "check files of unified trajectories", before="check"
     ),
     "sft": Command("", "build data for supervised fine-tuning", words=_SFT, before="check"),
-    "merge": Command(
-        f"{__name__}.merge", "merge models: base + alpha * (rl - sft)", before="check"
-    ),
-    "sweep": Command(
-        f"{__name__}.merge",
+    "merge": _command("merge", "merge", "merge models: base + alpha * (rl - sft)", before="check"),
+    "sweep": _command(
+        "merge",
+        "sweep",
         "merge with several alphas, evaluate each, draw the reward",
-        "run_sweep",
-        "SWEEP",
         has_environment=True,
         before="check",
     ),
-    "publish": Command(
-        f"{__name__}.merge",
-        "publish a model or an adapter on the hub",
-        "run_publish",
-        "PUBLISH",
-        before="check",
+    "publish": _command(
+        "merge", "publish", "publish a model or an adapter on the hub", before="check"
     ),
 }

@@ -1,8 +1,9 @@
-"""`envserver export`: stored rollouts in another format."""
+"""`envserver export`, `convert` and `validate`: stored rollouts and trajectories in other forms."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,8 +30,6 @@ or not at all."""
 
 
 class ExportSettings(Section):
-    """Settings of `export`."""
-
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), folders or globs of them, `-`, a store (SQLite
     file or postgresql:// URL), or a running server. Can be given as the first arguments."""
@@ -92,7 +91,7 @@ class ExportSettings(Section):
     """Format of log lines; auto: console. json is for log collectors."""
 
 
-COMMAND = CommandSpec(
+EXPORT = CommandSpec(
     "export",
     SUMMARY,
     ExportSettings,
@@ -106,12 +105,12 @@ COMMAND = CommandSpec(
 )
 
 
-def run(argv: list[str]) -> int:
+def run_export(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
         from envserver.cli.loop import show_logs
 
-    settings = COMMAND.read(argv)
+    settings = EXPORT.read(argv)
     show_logs(settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     out = settings.out
@@ -139,16 +138,8 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
     jsonl = settings.jsonl or out.suffix == ".jsonl"
     if out.suffix == ".jsonl" and settings.to in ("parquet", "html"):
         raise ConfigError(f"{settings.to} cannot be a .jsonl file.", hint="Use --out FOLDER.")
-    options = Options(
-        tokens=settings.tokens,
-        label=settings.label,
-        margin=settings.margin,
-        title=settings.title,
-        jsonl=jsonl,
-        embed=settings.embed,
-        embed_cache=settings.embed_cache,
-        tokenizer=settings.tokenizer,
-    )
+    names = {"tokens", "label", "margin", "title", "embed", "embed_cache", "tokenizer"}
+    options = Options(jsonl=jsonl, **settings.model_dump(include=names))
     format = format_of(settings.to, options)
     if settings.push_to_hub is not None:
         format = _with_card(format, settings, out, settings.push_to_hub)
@@ -219,8 +210,7 @@ def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -
 
 
 def _public_facts(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
-    """Returns source names for publication: paths and user names are removed before a push, and
-    from URLs."""
+    """Removes paths and user names before a push, and from URLs."""
     from ..publishing.card import public_name
 
     def named(source: str) -> str:
@@ -263,3 +253,120 @@ def _show(console: Console, tally: Tally, place: str) -> None:
     lines.append(f"{files if tally.files else ''}{place}")
     for text in lines:
         console.print(text, markup=False)
+
+
+_CONVERT = """Converts files to unified trajectories: trajectories of other agents (JSON with
+steps or messages), traces of the text protocol, groups of `process`, logs of Inspect (.eval or
+.json; with the extra `inspect`), and files that are already unified. Each is checked and written to
+OUT/DOMAIN/TASK_ID.json. Documents that cannot be converted are listed as `path: reason`; the others
+are still written. Exit status 0: all were converted; 1: some were not."""
+
+
+class ConvertSettings(Section):
+    sources: list[str]
+    """Files (.json, .eval; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
+    arguments."""
+    domain: str | None = None
+    """Domain of trajectories of other agents: swe, math, code, video, mhqa, tau, router or gaia;
+    unset: the domain in the file, else the name of a parent folder."""
+    tokens: bool = False
+    """Include the training rows of groups, and of Inspect logs that were exported with theirs."""
+    out: Path = Path("data/unified")
+    """Output folder, or a .jsonl file, which is written atomically."""
+
+
+CONVERT = CommandSpec(
+    "convert",
+    _CONVERT,
+    ConvertSettings,
+    usage="SOURCE... --domain DOMAIN",
+    arguments=("sources",),
+    aliases={"input": "sources"},
+)
+
+
+def run_convert(argv: list[str]) -> int:
+    with lean_imports():
+        from envserver.cli.console import Console, reading_bar
+
+        from ..trajectories import convert, files_of
+
+    settings = CONVERT.read(argv)
+    size = sum(path.stat().st_size for path in files_of(settings.sources))
+    with reading_bar("documents", size) as on_progress:
+        report = convert(
+            settings.sources,
+            settings.out,
+            domain=settings.domain,
+            tokens=settings.tokens,
+            failed=lambda place, reason: print(f"{place}: {reason}"),
+            on_progress=on_progress,
+        )
+    written = ", ".join(f"{count:,} {name}" for name, count in sorted(report.written.items()))
+    console = Console(stderr=True)
+    text = f"{report.read:,} documents: {written or 'no trajectory'}; {report.failed:,} failed"
+    for line in (text, f"In {settings.out}"):
+        console.say(line)
+    return 1 if report.failed else 0
+
+
+_VALIDATE = """Checks unified trajectories: the schema, steps numbered from 1 without gaps, times
+in order, the domain, finite numbers, and unique ids. Lists every problem as `path: reason`. Exit
+status 0: all are valid; 1: at least one is not; 2: the command line is wrong."""
+
+
+class ValidateSettings(Section):
+    sources: list[str] = Field(default=[])
+    """Files (.json; .jsonl, also .gz and .zst), folders and globs. Can be given as the first
+    arguments."""
+    domains: list[str] = Field(default_factory=list)
+    """Additional domains of your own environments, besides swe, math, code, video, mhqa, tau,
+    router and gaia."""
+    schema_only: bool = False
+    """Only print the JSON schema of a trajectory, for other programs."""
+    quiet: bool = False
+    """Print only the totals; the exit status is unchanged."""
+
+
+VALIDATE = CommandSpec(
+    "validate",
+    _VALIDATE,
+    ValidateSettings,
+    usage="PATH...",
+    arguments=("sources",),
+    aliases={"schema": "schema_only"},
+)
+
+
+def run_validate(argv: list[str]) -> int:
+    with lean_imports():
+        from envserver.cli.console import Console, reading_bar
+        from envserver.export.unified import DOMAINS, SCHEMA_FILE
+
+        from ..trajectories import files_of, validate
+
+    settings = VALIDATE.read(argv)
+    if settings.schema_only:
+        sys.stdout.write(SCHEMA_FILE.read_text())
+        return 0
+    if not settings.sources:
+        raise UsageError("The files to check are needed: envserver validate PATH...")
+
+    def bad(place: str, reason: str) -> None:
+        if not settings.quiet:
+            sys.stdout.write(f"{place}: {reason}\n")
+
+    size = sum(path.stat().st_size for path in files_of(settings.sources))
+    with reading_bar("trajectories", size) as on_progress:
+        report = validate(
+            settings.sources,
+            bad=bad,
+            on_progress=on_progress,
+            domains=(*DOMAINS, *settings.domains),
+        )
+    text = (
+        f"{report.documents:,} trajectories in {report.files:,} files: "
+        f"{report.bad:,} bad, in {report.bad_files:,} files"
+    )
+    Console(stderr=True).say(text)
+    return 1 if report.bad else 0

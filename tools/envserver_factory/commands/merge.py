@@ -50,8 +50,6 @@ ARITHMETIC = "arithmetic"
 
 
 class MergeSettings(Section):
-    """Settings of `merge`."""
-
     base: Path
     """Folder of the base model; its config, tokenizer and dtypes are kept."""
     rl: Path | None = None
@@ -87,17 +85,16 @@ class MergeSettings(Section):
     """Replace existing merged models."""
 
 
-COMMAND = CommandSpec(
+MERGE = CommandSpec(
     "merge", SUMMARY, MergeSettings, usage="--base DIR --sft DIR --rl DIR --alpha 0.5,1.0 --out DIR"
 )
 
 
-def run(argv: list[str]) -> int:
-    """Prints the folder of each model, and the vector's file."""
+def run_merge(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
 
-    settings = COMMAND.read(argv)
+    settings = MERGE.read(argv)
     console = Console(stderr=True)
     with _ended_by_sigterm():
         try:
@@ -114,7 +111,7 @@ def run(argv: list[str]) -> int:
 
 def _merged(settings: MergeSettings, console: Console) -> tuple[list[Path], list[str]]:
     from ..merging.checks import Allowed, Method, merge_with
-    from ..merging.recipe import Recipe, Vector, parse_parts
+    from ..merging.writing import Recipe, Vector, parse_parts
 
     vectors = parse_parts(settings.add)
     if (settings.rl is None) != (settings.sft is None):
@@ -164,7 +161,7 @@ def _with_arithmetic(
 
 
 def _places(settings: MergeSettings) -> list[Path]:
-    """Returns the folders to make: one for each alpha; none where only the vector is wanted."""
+    """Returns the folders to make: none where only the vector is wanted."""
     if settings.out is None:
         if settings.save_vector is None or settings.alpha:
             raise UsageError("--out DIR is needed.")
@@ -210,8 +207,6 @@ into each model's card. The same command continues after an interruption."""
 
 
 class SweepSettings(EvaluateSettings):
-    """Settings of `sweep`, and those of `evaluate`."""
-
     base: Path
     """Folder of the base model: the one with alpha 0."""
     tuned: Path
@@ -264,8 +259,6 @@ def run_sweep(argv: list[str]) -> int:
 
 
 class _Work:
-    """A sweep in its folder."""
-
     def __init__(self, settings: SweepSettings, argv: list[str], console: Console) -> None:
         _check_sweep(settings)
         assert settings.out is not None
@@ -276,7 +269,7 @@ class _Work:
         self._console = console
 
     def evaluate(self, alpha: float) -> bool:
-        """Evaluates the model of an alpha; returns False if it was stopped."""
+        """Returns False if it was stopped."""
         from ..sweep import Point
 
         folder = self.folder / "evaluations" / _folder_name(alpha)
@@ -292,7 +285,6 @@ class _Work:
         return True
 
     def notes(self) -> list[str]:
-        """Returns how to read the table."""
         best = self.sweep.best()
         notes = [f"Best: alpha {best.alpha:g}, {best.model}"] if best else []
         return [*notes, "The best alpha was chosen by these tasks: measure its model on others."]
@@ -339,7 +331,6 @@ class _Work:
         }
 
     def _model(self, alpha: float) -> Path:
-        """Returns the folder of the model of an alpha; merges it if it is not there."""
         if alpha == 0:
             return self._settings.base
         place = self.folder / "models" / _folder_name(alpha)
@@ -443,8 +434,6 @@ or HF_TOKEN."""
 
 
 class PublishSettings(Section):
-    """Settings of `publish`."""
-
     folder: Path
     """Folder of the model or adapter. Can be given as the first argument."""
     repository: str
@@ -471,7 +460,6 @@ PUBLISH = CommandSpec(
 
 
 def run_publish(argv: list[str]) -> int:
-    """Prints the address of the commit, or with `--dry_run` the card."""
     with lean_imports():
         from envserver.cli.console import Console
 

@@ -1,32 +1,36 @@
-"""Commands that make rows for fine-tuning from data: `sft build`, `sft preview` and `sft
-router|math|code SOURCE`.
+"""`envserver sft`: rows for fine-tuning, from data, or from the answers of a teacher.
 
-The work is in `envserver_factory.sft_building`; the environment of the same name checks whether a
-row's answer is correct.
+A run of the environment of that name, as `process` makes it, is all of `router|math|code generate`;
+then its groups become rows: plans by `sft_building`, solutions by `envserver export`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from envserver_records.errors import ConfigError
+from envserver_records.errors import ConfigError, UsageError
 from pydantic import Field
 
 from envserver.cli import lean_imports
-from envserver.cli.command_line import CommandSpec
-from envserver.settings.config import SandboxConfig
-from envserver.settings.section import Section
+from envserver.cli.command_line import ENGINE, SAMPLING, CommandSpec
+from envserver.settings.config import SandboxConfig, Settings
+from envserver.settings.section import AgentConfig, Section
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from envserver.cli.console import Console
+    from envserver.running.group_run import GroupRun
+
+    from ..sft_building.per_tool import Choice
 
 
 _BUILD = """Builds rows for supervised fine-tuning from unified trajectories, one folder for
@@ -36,8 +40,6 @@ same rows."""
 
 
 class RowSettings(Section):
-    """Settings that `sft build` and `sft preview` share."""
-
     sources: list[str]
     """Files, folders and globs of unified trajectories. Can be given as the first arguments."""
     templates: Path = Path("configs/sft_templates.yaml")
@@ -56,8 +58,6 @@ class RowSettings(Section):
 
 
 class BuildSettings(RowSettings):
-    """Settings of `sft build`."""
-
     out: Path = Path("data/sft")
     """Output folder: new, empty, or written by an earlier build, which is replaced."""
     seed: int = 123
@@ -88,21 +88,13 @@ def run_build(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console, reading_bar
 
-        from ..sft_building.per_tool import Choice, Shown, build, read_templates
-        from ..trajectories.documents import files_of
+        from ..sft_building.per_tool import build, read_templates
+        from ..trajectories import files_of
 
     settings = BUILD.read(argv)
     _check_upload(settings.upload)
     templates = read_templates(settings.templates)
-    choice = Choice(
-        seed=settings.seed,
-        val_ratio=settings.val_ratio,
-        strict_split=settings.strict_split,
-        group_by=settings.group_by,
-        min_reward=settings.min_reward,
-        form=settings.form,
-        shown=Shown(settings.context, settings.notes, settings.characters),
-    )
+    choice = _choice(settings, "seed", "val_ratio", "strict_split", "group_by", "min_reward")
     size = sum(path.stat().st_size for path in files_of(settings.sources))
     with reading_bar("trajectories", size) as on_progress:
         report = build(settings.sources, templates, settings.out, choice, on_progress=on_progress)
@@ -122,26 +114,29 @@ def run_build(argv: list[str]) -> int:
         console.say(line)
     console.print(f"{'; '.join(left_out)}.", highlight=False)
     console.say(f"In {settings.out}")
-    if settings.upload is not None:
-        _put(settings.out, settings.upload, console)
+    _put(settings.out, settings.upload, console)
     return 0
 
 
+def _choice(settings: RowSettings, *names: str) -> Choice:
+    from ..sft_building.per_tool import Choice, Shown
+
+    shown = Shown(settings.context, settings.notes, settings.characters)
+    return Choice(shown=shown, **settings.model_dump(include={"form", *names}))
+
+
 def _check_upload(target: str | None) -> None:
-    """Checks the upload target before any work is done."""
     if target is not None:
         from ..publishing.models import check_target
 
         check_target(target)
 
 
-def _put(folder: Path, target: str, console: Console) -> None:
-    from ..publishing.models import upload
+def _put(folder: Path, target: str | None, console: Console) -> None:
+    if target is not None:
+        from ..publishing.models import upload
 
-    def on_progress(address: str) -> None:
-        console.say(f"Uploaded {address}")
-
-    upload(folder, target, on_progress=on_progress)
+        upload(folder, target, on_progress=lambda address: console.say(f"Uploaded {address}"))
 
 
 def _table(summary: dict[str, dict[str, int]]) -> Table:
@@ -162,8 +157,6 @@ rows of each tool there. Nothing is written."""
 
 
 class PreviewSettings(RowSettings):
-    """Settings of `sft preview`."""
-
     tool: str | None = None
     """Show only rows of this tool; unset: of every tool."""
     n: int = Field(default=1, ge=1)
@@ -191,7 +184,7 @@ def run_preview(argv: list[str]) -> int:
     with lean_imports():
         from envserver.cli.console import Console
 
-        from ..sft_building.folder import as_line
+        from ..sft_building import as_line
 
     settings = PREVIEW.read(argv)
     rows, tools, made = _rows(settings)
@@ -210,13 +203,11 @@ def run_preview(argv: list[str]) -> int:
 
 
 def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
-    from ..sft_building.per_tool import Choice, Shown, read_templates, reward_of, rows_of
-    from ..trajectories.documents import objects
+    from ..sft_building.per_tool import read_templates, reward_of, rows_of
+    from ..trajectories import objects
 
     templates = read_templates(settings.templates)
-    choice = Choice(
-        form=settings.form, shown=Shown(settings.context, settings.notes, settings.characters)
-    )
+    choice = _choice(settings)
     shown: list[dict[str, Any]] = []
     tools: Counter[str] = Counter()
     made: Counter[str] = Counter()
@@ -264,21 +255,17 @@ def _show_row(console: Console, row: dict[str, Any], width: int) -> None:
         console.say(cut)
 
 
-ALIASES = {"output_dir": "out", "gcs_prefix": "upload"}
-
 _ENDS = """The rows are shuffled with the seed and split into OUT/train.jsonl, validation.jsonl
 and test.jsonl; OUT/summary.json has the counts, and why rows were dropped."""
 
 
 class PrepareSettings(Section):
-    """Settings that `sft router`, `sft math` and `sft code` share."""
-
     input: str
     """JSONL, JSON or Parquet file, a folder of them, or a data set on the hub (OWNER/NAME or
     OWNER/NAME:CONFIG). Can be given as the first argument."""
     out: Path
     """Output folder: new, empty, or written by an earlier run, which is replaced."""
-    seed: int
+    seed: int = 7
     """Shuffle seed."""
     val_ratio: float = Field(default=0.10, ge=0, lt=1)
     """Fraction of the rows used for validation, rounded down."""
@@ -302,11 +289,8 @@ class PrepareSettings(Section):
 
 
 class RouterSettings(PrepareSettings):
-    """Settings of `sft router`."""
-
     input: str = "Alovestocode/Router-agent-data"
     out: Path = Path("data/sft-router")
-    seed: int = 7
     form: Literal["messages", "prompt"] = "prompt"
     verify: bool = False
     think: Literal["none", "outline"] = "none"
@@ -314,11 +298,8 @@ class RouterSettings(PrepareSettings):
 
 
 class MathSettings(PrepareSettings):
-    """Settings of `sft math`."""
-
     input: str = "XenArcAI/MathX-5M"
     out: Path = Path("data/sft-math")
-    seed: int = 7
     test_ratio: float = Field(default=0.0, ge=0, lt=1)
     limit: int | None = Field(default=10_000, ge=1)
     form: Literal["messages", "prompt"] = "prompt"
@@ -326,91 +307,84 @@ class MathSettings(PrepareSettings):
 
 
 class CodeSettings(PrepareSettings):
-    """Settings of `sft code`."""
-
     input: str = "OpenCoder-LLM/opc-sft-stage2:educational_instruct"
     out: Path = Path("data/sft-code")
-    seed: int = 7
     form: Literal["messages", "prompt"] = "messages"
     verify: bool = False
 
 
-ROUTER = CommandSpec(
-    "sft router",
-    f"""Prepares queries and their plans for a router: the prompt asks for a plan of ten keys,
-the completion is the plan as JSON. Rows whose plan is not whole are dropped. {_ENDS}""",
-    RouterSettings,
-    usage="SOURCE",
-    arguments=("input",),
-    aliases=ALIASES,
-)
-
-MATH = CommandSpec(
-    "sft math",
-    f"""Prepares problems with worked solutions: a tutor's conversations. Only rows whose
-solution boxes the expected answer are kept (needs the extra `math`; --verify false keeps
-all). {_ENDS}""",
-    MathSettings,
-    usage="SOURCE",
-    arguments=("input",),
-    aliases=ALIASES,
-)
-
-CODE = CommandSpec(
-    "sft code",
-    f"""Prepares instructions with their programs: conversations. --verify keeps only rows whose
-program passes the row's tests. {_ENDS}""",
-    CodeSettings,
-    usage="SOURCE",
-    arguments=("input",),
-    aliases=ALIASES,
-)
-
 P = TypeVar("P", bound=PrepareSettings)
-_ExampleOf = Callable[[P], Callable[[dict[str, Any]], Any]]
+
+
+def _data_set(name: str, settings: type[P], summary: str) -> CommandSpec[P]:
+    return CommandSpec(
+        f"sft {name}",
+        f"{summary} {_ENDS}",
+        settings,
+        usage="SOURCE",
+        arguments=("input",),
+        aliases={"output_dir": "out", "gcs_prefix": "upload"},
+    )
+
+
+ROUTER = _data_set(
+    "router",
+    RouterSettings,
+    """Prepares queries and their plans for a router: the prompt asks for a plan of ten keys,
+the completion is the plan as JSON. Rows whose plan is not whole are dropped.""",
+)
+MATH = _data_set(
+    "math",
+    MathSettings,
+    """Prepares problems with worked solutions: a tutor's conversations. Only rows whose
+solution boxes the expected answer are kept (needs the extra `math`; --verify false keeps
+all).""",
+)
+CODE = _data_set(
+    "code",
+    CodeSettings,
+    """Prepares instructions with their programs: conversations. --verify keeps only rows whose
+program passes the row's tests.""",
+)
 
 
 def run_router(argv: list[str]) -> int:
-    return _prepare(ROUTER, _router, argv)
+    from ..sft_building.data_sets import example_of
+
+    settings = ROUTER.read(argv)
+    return _prepare("router", settings, functools.partial(example_of, think=settings.think))
 
 
 def run_math(argv: list[str]) -> int:
-    return _prepare(MATH, _math, argv)
+    from ..sft_building.data_sets import math_example
+
+    return _prepare("math", MATH.read(argv), math_example)
 
 
 def run_code(argv: list[str]) -> int:
-    return _prepare(CODE, _code, argv)
+    from ..sft_building.data_sets import code_example
+
+    return _prepare("code", CODE.read(argv), code_example)
 
 
-def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]) -> int:
-    """Prepares a data set; `example_of` returns the function that converts a row."""
+def _prepare(name: str, settings: PrepareSettings, example_of: Callable[..., Any]) -> int:
     from envserver.cli.console import Console, reading_bar
     from envserver.cli.loop import configure_logs
 
-    from ..sft_building.examples import rows_of, template_of
-    from ..sft_building.prepare import Plan, prepare
+    from ..sft_building.data_sets import Plan, prepare, rows_of, template_of
 
-    settings = command.read(argv)
     configure_logs("warning")
     _check_upload(settings.upload)
-    check = functools.partial(
-        _scored_right,
-        command.name.rpartition(" ")[2],
-        processes=settings.processes,
-        sandbox=settings.sandbox,
-    )
+    check = functools.partial(_scored_right, name, settings) if settings.verify else None
     plan = Plan(
-        seed=settings.seed,
-        val_ratio=settings.val_ratio,
-        test_ratio=settings.test_ratio,
-        form=settings.form,
         template=None if settings.tokenizer is None else template_of(settings.tokenizer),
-        check=check if settings.verify else None,
+        check=check,
+        **settings.model_dump(include={"seed", "val_ratio", "test_ratio", "form"}),
     )
     with reading_bar("rows", None) as on_progress:
         summary = prepare(
             rows_of(settings.input, limit=settings.limit),
-            example_of(settings),
+            example_of,
             settings.out,
             plan,
             source=settings.input,
@@ -418,27 +392,8 @@ def _prepare(command: CommandSpec[P], example_of: _ExampleOf[P], argv: list[str]
         )
     console = Console()
     _show_summary(console, summary, settings.out)
-    if settings.upload is not None:
-        _put(settings.out, settings.upload, console)
+    _put(settings.out, settings.upload, console)
     return 0
-
-
-def _router(settings: RouterSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..sft_building.examples import example_of
-
-    return functools.partial(example_of, think=settings.think)
-
-
-def _math(settings: MathSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..sft_building.examples import math_example
-
-    return math_example
-
-
-def _code(settings: CodeSettings) -> Callable[[dict[str, Any]], Any]:
-    from ..sft_building.examples import code_example
-
-    return code_example
 
 
 def _show_summary(console: Console, summary: dict[str, Any], out: Path) -> None:
@@ -458,11 +413,8 @@ FULL = 0.999
 """Minimum reward that counts as the full reward, because rewards are floats."""
 
 
-def _scored_right(
-    name: str, candidates: Path, *, processes: int, sandbox: SandboxConfig
-) -> Iterator[str | None]:
-    """Scores lines {"task": row, "response": text} of `candidates` with the environment `name`;
-    yields for each why it is wrong, or None if it has the full reward."""
+def _scored_right(name: str, settings: PrepareSettings, candidates: Path) -> Iterator[str | None]:
+    """Yields for each line {"task": row, "response": text} why it is wrong, or None."""
     from envserver.cli.console import reading_bar
     from envserver.cli.loop import run_loop
     from envserver.registry import find
@@ -477,8 +429,8 @@ def _scored_right(
             config,
             candidates,
             scores,
-            processes=processes,
-            sandbox=sandbox,
+            processes=settings.processes,
+            sandbox=settings.sandbox,
             progress=lambda rows, share: on_progress(rows, int(share * size)),
         )
         run_loop(scoring)
@@ -500,3 +452,250 @@ def _fault(scored: dict[str, object]) -> str | None:
     if not isinstance(reward, (int, float)):
         return "not verified: no score"
     return None if reward >= FULL else "wrong by its own check"
+
+
+_KEPT = """Answers are kept in OUT/groups.jsonl: after a stop or a crash --resume continues, and
+repeats only the requests that were in flight. OUT/rows.jsonl has the rows at the end."""
+
+_GENERATE_ALIASES = {
+    "queries": "env.data_path",
+    "teacher": "openai.model_name",
+    "k": "env.group_size",
+    "profile": "env.profile",
+    "retries": "env.repair",
+    "skip_bad": "env.skip_bad",
+    "limit": "env.total_steps",
+}
+
+
+class GenerateSettings(Settings):
+    out: Path
+    """Output folder."""
+    resume: bool = False
+    """Continue in an existing folder: requests that have an answer are not repeated."""
+    overwrite: bool = False
+    """Replace the files of an existing folder."""
+
+
+class RouterGenerateSettings(GenerateSettings):
+    out: Path = Path("data/router-plans")
+    rows: int | None = Field(default=None, ge=1)
+    """Maximum number of rows; unset: all that are usable."""
+    balance: Literal["none", "route", "difficulty", "both"] = "none"
+    """Choose the rows (`rows`) so that routes, difficulties, or both together are equally
+    frequent, as far as there are enough."""
+    balance_seed: int = 7
+    """Seed of that choice."""
+
+
+class SolutionSettings(GenerateSettings):
+    out: Path = Path("data/solutions")
+    per_group: Literal["all", "best", "shortest"] = "shortest"
+    """Right solutions that are kept of a problem's tries: all different ones, or one."""
+
+
+_FREQUENT = (*ENGINE, *SAMPLING, "rollouts.max_concurrent", "prices.prompt", "prices.completion")
+_OUTPUT = ("out", "resume", "overwrite")
+
+GENERATE_ROUTER = CommandSpec(
+    "sft router generate",
+    f"""Lets a teacher write plans for queries, in strict JSON; the environment `router` checks
+them by schema and as graphs. Each query and each plan occurs once.
+{_KEPT}
+`envserver sft router OUT/rows.jsonl` splits them. Several teachers, each with an equal share:
+--teacher A,B@http://host:8000/v1. Here the defaults of --k (tries of a query), --retries (of an
+invalid plan) and --sampling.max_tokens are 1, 2 and 4096.""",
+    RouterGenerateSettings,
+    usage="--queries FILE --teacher MODEL",
+    aliases=_GENERATE_ALIASES,
+    environment="router",
+    frequent=(
+        *(*_OUTPUT, "rows", "balance", "env.group_size", "env.total_steps"),
+        *_FREQUENT,
+    ),
+    openai_variables="openai",
+)
+
+
+def _solutions(name: str, checked: str) -> CommandSpec[SolutionSettings]:
+    return CommandSpec(
+        f"sft {name} generate",
+        f"""Lets a teacher try each problem of the environment `{name}` k times (8) and keeps the
+conversations with a right answer, {checked}: rejection sampling.
+{_KEPT}
+It is `process --env {name} --env.group_size K`, then `export --to messages --min_reward 1
+--per_group shortest --dedupe`.""",
+        SolutionSettings,
+        usage="--queries FILE --teacher MODEL --k K",
+        aliases=_GENERATE_ALIASES,
+        environment=name,
+        frequent=(
+            *(*_OUTPUT, "per_group", "env.group_size", "env.total_steps"),
+            *_FREQUENT,
+        ),
+        openai_variables="openai",
+    )
+
+
+GENERATE_MATH = _solutions("math", "compared by the math scorer")
+GENERATE_CODE = _solutions("code", "run against the problem's tests in a sandbox")
+
+G = TypeVar("G", bound=GenerateSettings)
+Json = dict[str, Any]
+
+_PLANS: Json = {"data_set": "queries", "profile": "coursegpt", "group_size": 1, "repair": 2}
+_TRIES: Json = {"group_size": 8, "mode": "single"}
+_LONG_ANSWERS: Json = {"max_tokens": 4096}
+
+
+def run_generate_router(argv: list[str]) -> int:
+    """Returns 1 if it made no rows, 130 if it was stopped early."""
+    settings = _read(GENERATE_ROUTER, argv, _PLANS)
+    if settings.balance != "none" and settings.rows is None:
+        raise UsageError("--balance needs --rows N, the number of rows that are chosen.")
+    if settings.resume:
+        _check_profile(settings)
+    if _generate(_with_teachers(settings)).stopped:
+        return 130
+    return 0 if _write_plans(settings) else 1
+
+
+def _check_profile(settings: RouterGenerateSettings) -> None:
+    """Refuses a folder with plans of another profile: all rows have the same keys."""
+    from envserver.export.stored import read_groups
+
+    path, profile = _groups(settings), dict(settings.env)["profile"]
+    first = next(read_groups([str(path)]), None) if path.exists() else None
+    if first is not None and first.public.get("profile") != profile:
+        raise ConfigError(
+            f"{path} has plans of another profile than {profile!r}.",
+            hint="Use the earlier --profile, or choose another --out.",
+        )
+
+
+def run_generate_math(argv: list[str]) -> int:
+    return _solve(GENERATE_MATH, argv)
+
+
+def run_generate_code(argv: list[str]) -> int:
+    return _solve(GENERATE_CODE, argv)
+
+
+def _solve(command: CommandSpec[SolutionSettings], argv: list[str]) -> int:
+    from . import export
+
+    settings = _read(command, argv, _TRIES)
+    if _generate(settings).stopped:
+        return 130
+    words = [str(_groups(settings)), "--to", "messages", "--out", str(settings.out / "rows.jsonl")]
+    words += ["--min_reward", str(FULL), "--per_group", settings.per_group]
+    return export.run_export([*words, "--dedupe", "true", "--overwrite", "true"])
+
+
+def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, Any]) -> G:
+    """Reads the settings. A teacher called "sim" is the simulated engine, as everywhere."""
+    from envserver.cli.loop import show_logs
+    from envserver.running.engines import SIMULATED
+
+    defaults = {"env": environment, "sampling": _LONG_ANSWERS}
+    settings = command.read(argv, defaults=defaults)
+    if settings.openai.model_name == SIMULATED:
+        settings = settings.model_copy(update={"model": SIMULATED})
+    show_logs(settings)
+    return settings
+
+
+def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
+    """Makes each further teacher of `A,B@http://host:8000/v1` an agent; the first has the run's
+    engine.
+    """
+    found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
+             settings.openai.model_name.split(",")]  # fmt: skip
+    teachers = [(one[1], one[2]) for one in found if one is not None]
+    if len(teachers) < len(found):
+        raise ConfigError("--teacher: a name is missing between two commas.")
+    first, url = teachers[0]
+    openai = {"model_name": first} | ({} if url is None else {"base_url": url})
+    env = settings.env
+    if len(teachers) > 1:
+        agents = {**env.agents}
+        for number, (model, url) in enumerate(teachers[1:], 2):
+            own = {"model_name": model}
+            if url is not None:
+                own |= {"base_url": url, "server_type": settings.openai.server_type}
+            known = agents.get(f"teacher_{number}", AgentConfig())
+            agents[f"teacher_{number}"] = known.model_copy(update=own)
+        env = env.model_copy(update={"teachers": len(teachers), "agents": agents})
+    return settings.model_copy(
+        update={"env": env, "openai": settings.openai.model_copy(update=openai)}
+    )
+
+
+def _generate(settings: GenerateSettings) -> GroupRun:
+    with lean_imports():
+        from envserver.cli.console import Console
+        from envserver.cli.loop import SignalStop, run_loop
+        from envserver.cli.progress import ProgressView, show_result
+        from envserver.registry import find
+        from envserver.rollouts.scheduler import Share
+        from envserver.rollouts.stream import group_requests
+        from envserver.running.group_run import GroupRun, Part
+        from envserver.running.mix import RunSpec
+
+    name = str(settings.environment)
+    spec = RunSpec(settings, name, find(name))
+    environment = spec.make_environment()
+    part = Part(
+        spec=spec,
+        environment=environment,
+        share=Share(environment.name),
+        path=_groups(settings),
+        requests=group_requests(environment, repeat=False),
+        groups=environment.config.total_steps,
+    )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    run = GroupRun(
+        [part],
+        settings,
+        resume=settings.resume,
+        overwrite=settings.overwrite,
+        expected=environment.config.total_steps,
+        show=partial(ProgressView, console),
+        stop=SignalStop(partial(console.print, markup=False)),
+    )
+    try:
+        run_loop(run.run())
+    finally:
+        if run.tally.rollouts or run.tally.failures:
+            show_result(console, run, settings)
+    if run.stopped:
+        console.print("Stopped early; run the same command with --resume to continue.")
+    elif lost := run.tally.drops.total():
+        console.print(f"{lost:,} without an answer: the same command with --resume asks again.")
+    return run
+
+
+def _write_plans(settings: RouterGenerateSettings) -> int:
+    """Writes rows.jsonl and summary.json; returns the number of rows."""
+    from envserver.cli.console import Console
+
+    from ..sft_building import write_summary
+    from ..sft_building.data_sets import Selection, write_plans
+
+    path = settings.out / "rows.jsonl"
+    selection = Selection(settings.rows, settings.balance, settings.balance_seed)
+    summary = write_plans(_groups(settings), path, selection)
+    write_summary(settings.out / "summary.json", summary)
+    console = Console()
+    lines = [f"{summary['rows']:,} rows of {summary['groups']:,} queries"]
+    lines += [f"  {count:,} times: {reason}" for reason, count in summary["dropped"].items()]
+    for name in ("routes", "difficulties", "spent"):
+        counts = ", ".join(f"{key} {count:,}" for key, count in summary[name].items())
+        lines += [f"{name}: {counts}"] if counts else []
+    for text in [*lines, f"In {path}"]:
+        console.say(text)
+    return int(summary["rows"])
+
+
+def _groups(settings: GenerateSettings) -> Path:
+    return settings.out / "groups.jsonl"

@@ -1,15 +1,12 @@
 """The work of `envserver export`: delivered groups in, files in one format out.
 
-Reads one group after the other, keeps the rollouts that pass all filters and writes them in the
-chosen format. The counts add up (`read` equals `kept` plus everything that was dropped, by reason);
-memory does not grow with the number of groups, except by about 16 bytes for each rollout if
-duplicates are looked for, and by the evaluation sets to be excluded.
+The counts add up: `read` equals `kept` plus what was dropped, by reason. One group is in memory;
+beside it 16 bytes for each rollout if duplicates are looked for, and the evaluation sets.
 """
 
 from __future__ import annotations
 
 import ast
-import dataclasses
 import functools
 import hashlib
 import json
@@ -32,23 +29,14 @@ from numpy.typing import NDArray
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
 from envserver.export.stored_sources import decoded, opened
 
-from .formats import Format, finish, place_for, writer_of
+from .formats import Format, finish, place_for
 
 Choice = Literal["all", "best", "shortest"]
 
-NAMES = (
-    *(field.name for field in dataclasses.fields(StoredRollout)),
-    *("domain", "length", "sampled", "failed"),
-)
+NAMES = (*StoredRollout.__struct_fields__, "domain", "length", "sampled", "failed")
 """Names that an expression may use."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "len": len,
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "sum": sum,
-    "any": any,
-    "all": all,
+    one.__name__: one for one in (len, min, max, abs, sum, any, all)
 }
 
 
@@ -65,7 +53,6 @@ class Where:
         self._evaluator = _evaluator(self._names)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        """Returns whether it is true for `rollout`."""
         self._names.rollout = rollout
         self._names.clear()
         try:
@@ -79,9 +66,7 @@ class Where:
 
 
 def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
-    """Returns all rollouts of a group, the one with the highest reward (the shortest of several),
-    or the shortest; independent of their order.
-    """
+    """Returns all rollouts of a group, the best (the shortest of several), or the shortest."""
     if choice == "all" or not rollouts:
         return list(rollouts)
     if choice == "shortest":
@@ -116,8 +101,6 @@ class _Known(dict[str, Any]):
 
 
 class _Parts(dict[str, Any]):
-    """Named numbers; None for an unknown name."""
-
     def __missing__(self, name: str) -> None:
         return None
 
@@ -182,9 +165,8 @@ def _of_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]
 class Seen:
     """The rollouts seen so far; each takes 16 bytes of memory.
 
-    Two rollouts are equal if their conversations are: role, text and calls of each message, with
-    white space normalised and the keys of arguments in any order. Without conversations the tokens
-    are compared, without tokens the outputs.
+    Equal are conversations with the same roles, texts and calls, with white space normalised and
+    the keys of arguments in any order; without conversations tokens, without tokens outputs.
     """
 
     def __init__(self) -> None:
@@ -268,7 +250,6 @@ class Forbidden:
         self._settle()
 
     def add(self, text: str) -> None:
-        """Adds one text."""
         self.texts += 1
         hashes = _words(text)
         size = min(self.words, len(hashes))
@@ -282,7 +263,7 @@ class Forbidden:
             self._settle()
 
     def is_in(self, text: str) -> bool:
-        """Returns whether any added n-gram occurs in `text`."""
+        """Whether any added n-gram occurs in `text`."""
         self._settle()
         hashes = _words(text)
         return any(
@@ -292,7 +273,7 @@ class Forbidden:
         )
 
     def is_in_rollout(self, rollout: StoredRollout) -> bool:
-        """Returns whether one occurs in its conversations, without system messages."""
+        """Whether one occurs in its conversations, without system messages."""
         conversations = [rollout.messages, *(one.get("messages") or [] for one in rollout.others)]
         return any(
             self.is_in(text_of(message))
@@ -421,17 +402,7 @@ DROPPED = {
 
 @dataclass
 class Tally:
-    """The result of an export.
-
-    Args:
-        groups, rollouts: numbers read.
-        kept: rollouts that passed; in a format of pairs, some may be in no pair.
-        rows: rows written.
-        dropped: rollouts that did not pass, by the first reason (see DROPPED).
-        bad: lines that were skipped; `first_bad` is the first.
-        seconds: duration.
-        files, bytes: numbers written.
-    """
+    """The result of an export; `dropped` by the first reason. `kept` may be in no pair."""
 
     groups: int = 0
     rollouts: int = 0
@@ -444,7 +415,6 @@ class Tally:
     bytes: int = 0
 
     def counts(self) -> Json:
-        """Returns the counts for the manifest."""
         return {
             "groups": self.groups,
             "read": self.rollouts,
@@ -459,12 +429,7 @@ class Tally:
 class Wanted:
     """Selects rollouts; the filters apply in this order.
 
-    Args:
-        where: condition that each rollout must meet.
-        min_reward: minimum reward; a rollout without a reward is dropped.
-        forbidden: texts of which no conversation may contain a piece.
-        per_group: which of the remaining rollouts of a group to keep.
-        distinct: drop a rollout with the same content as an earlier one.
+    A rollout without a reward is below every `min_reward`; `distinct` drops what came before.
     """
 
     where: Where | None = None
@@ -529,7 +494,7 @@ def export(
         read["bytes"] += number
 
     with place_for(out, overwrite=overwrite, single=single) as place:
-        writer = writer_of(format)
+        writer = format.writer()
         writer.open(place.folder, None if single else shard_rows)
         for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
             for row in _rows(group, format, wanted, tally):

@@ -2,8 +2,7 @@
 
 A format turns the kept rollouts of a group into rows. A row is a dict, which becomes a line of a
 JSONL shard, or a `NamedFile`, which becomes a file. A format with another destination has a
-`writer`. To add a format: a class, and a line in `FORMATS`. Here are those of conversations and
-pairs, and shards: files that appear complete, with checksums, or not at all.
+`writer`. To add a format: a class, and a line in `FORMATS`.
 """
 
 from __future__ import annotations
@@ -12,20 +11,34 @@ import contextlib
 import fcntl
 import hashlib
 import importlib
+import importlib.util
 import os
 import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any, Protocol
 
+import numpy as np
 import orjson
-from envserver_records.errors import ConfigError, InputError, StoreError
-from envserver_records.files import replace_folder, write_failure
+from envserver_records.errors import (
+    ConfigError,
+    EnvserverError,
+    InputError,
+    NotFoundError,
+    StoreError,
+)
+from envserver_records.extras import install_command
+from envserver_records.files import replace_folder, replacing, storing, write_failure
 from envserver_records.records import Message, chained, digest_after
+from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout
+from envserver.export.unified import file_name, label_of, problems_of, trace_of, unified_of
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,10 @@ class Options:
 
     Args:
         tokens: include training rows, where a format has both.
-        label: label of traces; "auto": `solved` and `failed`.
+        label: label of traces; "auto": by their rewards.
         margin: minimum difference between the rewards of a pair.
-        title: title of the export, for people.
         jsonl: write JSONL where a format otherwise writes a file for each rollout.
         embed: sentence-transformers model for the steps of traces; "": no embeddings.
-        embed_cache: folder of the embedding cache.
         tokenizer: tokenizer that shows tokens (see `token_texts`); unset: by the model's name.
     """
 
@@ -72,56 +83,47 @@ class Options:
     tokenizer: str = ""
 
 
-class Format(Protocol):
+class Format(ABC):
     """A format of an export. One instance for each export, so it may count."""
 
     name: str
-    suffix: str
-    """File suffix, with the dot."""
+    suffix = ".jsonl"
 
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    @abstractmethod
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns the rows of the rollouts `kept` of `group` (in order, at least one)."""
-        ...
+        """`kept`: rollouts of `group`, in order, at least one."""
+
+    def writer(self) -> Writer:
+        """Returns a new writer; a format with another destination has its own."""
+        return Files()
 
 
 class Writer(Protocol):
     """Writes rows into files of a folder."""
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write into `folder`, which exists and is empty.
+        """Prepares to write into `folder`, which is empty, files of at most `shard_rows` rows.
 
-        Args:
-            shard_rows: maximum number of rows of a file; None: all rows go into one file.
+        None: one file for all.
         """
 
     def put(self, row: Row) -> None:
-        """Writes one row.
-
-        Raises:
-            StoreError: it cannot be written.
-            ConfigError: it does not fit into the one file.
-        """
+        """Writes one row. Raises StoreError, or ConfigError: it does not fit into the one file."""
 
     def close(self) -> list[Written]:
         """Closes all files and returns them."""
         ...
 
 
-@runtime_checkable
-class HasWriter(Protocol):
-    """A format that writes its own files."""
-
-    def writer(self) -> Writer:
-        """Returns a new writer."""
-        ...
-
-
 FORMATS = {
     "atropos": "formats:Atropos",
     "messages": "formats:Messages",
-    "unified": "readable:Unified",
+    "unified": "formats:Unified",
     "dpo": "formats:Dpo",
-    "traces": "readable:Traces",
+    "traces": "formats:Traces",
     "parquet": "parquet:Parquet",
     "html": "html:Html",
     "inspect": "inspect:Inspect",
@@ -143,12 +145,8 @@ def format_of(name: str, options: Options) -> Format:
 MANIFEST = "MANIFEST.json"
 Json = dict[str, Any]
 
-_CHUNK = 1 << 20
-
 
 class Files:
-    """The writer of all formats without one of their own."""
-
     def __init__(self, *, chained: bool = False) -> None:
         self._chained = chained
 
@@ -213,18 +211,10 @@ class Files:
             made.write(file.data)
 
 
-def writer_of(format: Format) -> Writer:
-    """Returns the format's own writer, else `Files`."""
-    return format.writer() if isinstance(format, HasWriter) else Files()
-
-
 @dataclass(frozen=True)
 class Place:
-    """The place of an export in progress.
-
-    Args:
-        folder: its contents become the export.
-        out: the final place; `single`: one file, with the manifest beside it.
+    """An export in progress: `folder` becomes `out`; `single`: one file with its manifest beside
+    it.
     """
 
     folder: Path
@@ -233,7 +223,6 @@ class Place:
 
     @property
     def manifest(self) -> Path:
-        """Returns the final place of the manifest."""
         if self.single:
             return self.out.with_name(f"{self.out.name}.{MANIFEST}")
         return self.out / MANIFEST
@@ -266,10 +255,8 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
 
 
 def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool) -> Json:
-    """Writes the manifest, and makes the folder the export.
-
-    Returns:
-        The number of `files`, and their `bytes`.
+    """Writes the manifest, makes the folder the export; returns the number of `files`, their
+    `bytes`.
     """
     rows = {one.path: one.rows for one in written}
     try:
@@ -295,12 +282,10 @@ def _rename_single(place: Place) -> None:
 
 
 def needs_folder(reason: str) -> ConfigError:
-    """Returns the error for an export to one file that needs several."""
     return ConfigError(f"{reason}: --out must be a folder, not one file.", hint="Use --out FOLDER.")
 
 
 def failed(path: Path, error: OSError) -> StoreError:
-    """Converts an error of the operating system to a typed one."""
     return write_failure(path, error, hint="No part of it was kept.")
 
 
@@ -342,12 +327,8 @@ def _files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _digest(path: Path) -> tuple[str, int]:
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-            size += len(chunk)
-    return digest.hexdigest(), size
+        return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
 
 
 def _move(place: Place, manifest: Path, overwrite: bool) -> None:
@@ -360,17 +341,10 @@ def _move(place: Place, manifest: Path, overwrite: bool) -> None:
     replace_folder(place.folder, out, place.folder.parent / "old")
 
 
-class Messages:
-    """Rows {"messages", "reward", "env", "task_id"}, with "tools" where there were any.
-
-    A rollout without a conversation, or without a message of the model, has no row.
-    """
+class Messages(Format):
+    """Rows {"messages", "reward", "env", "task_id"} (and "tools"), the best of a group first."""
 
     name = "messages"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        del options
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in sorted(kept, key=lambda one: -(one.reward or 0.0)):
@@ -386,31 +360,24 @@ class Messages:
 
 
 def is_conversation(rollout: StoredRollout) -> bool:
-    """Returns whether it has an assistant message."""
     return any(message.get("role") == "assistant" for message in rollout.messages)
 
 
-class Dpo:
-    """Pairs the best rollout of a group with the worst, the second best with the second worst, and
-    so on.
+class Dpo(Format):
+    """Pairs the best rollout of a group with the worst, the second best with the second worst, ...
 
-    Each rollout is in at most one pair. Rewards of a pair differ by at least `Options.margin`.
-    `prompt + chosen` and `prompt + rejected` are the two conversations; the prompt ends before the
-    model's first message.
+    Rewards of a pair differ by at least `Options.margin`. `prompt + chosen` and `prompt + rejected`
+    are the conversations; the prompt ends before the model's first message.
     """
 
     name = "dpo"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        self._margin = options.margin
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         usable = [one for one in kept if one.reward is not None and is_conversation(one)]
         ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
         for better, worse in zip(ranked, reversed(ranked), strict=True):
             difference = (better.reward or 0.0) - (worse.reward or 0.0)
-            if difference <= 0 or difference < self._margin:
+            if difference <= 0 or difference < self.options.margin:
                 return
             prompt = prompt_of(better.messages)
             if prompt and prompt == prompt_of(worse.messages):
@@ -418,7 +385,6 @@ class Dpo:
 
 
 def prompt_of(messages: list[Message]) -> list[Message]:
-    """Returns the messages before the model's first one."""
     return list(takewhile(lambda message: message.get("role") != "assistant", messages))
 
 
@@ -442,14 +408,10 @@ _OF_ROWS = (
 """Keys of a line with one entry for each row."""
 
 
-class Atropos:
+class Atropos(Format):
     """Writes lines that every reader of `process` files understands, chained as those are."""
 
     name = "atropos"
-    suffix = ".jsonl"
-
-    def __init__(self, options: Options) -> None:
-        del options
 
     def writer(self) -> Writer:
         return Files(chained=True)
@@ -462,10 +424,7 @@ class Atropos:
 
 
 def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
-    """Returns the line of `group` with these rollouts only, their rows renumbered.
-
-    Advantages are removed: they were computed over the whole group.
-    """
+    """Returns the line with these rollouts only, without the whole group's advantages."""
     line = group.line
     rows: list[int] = []
     kept_rollouts = []
@@ -477,3 +436,198 @@ def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
     columns = {key: [line[key][row] for row in rows] for key in _OF_ROWS if line.get(key)}
     envserver = {**line["envserver"], "rollouts": kept_rollouts}
     return {**line, **columns, "advantages": None, "envserver": envserver}
+
+
+_LONGEST_NAME = 200
+_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+
+
+class Unified(Format):
+    name = "unified"
+    suffix = ".json"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._given: set[bytes] = set()
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        for rollout in kept:
+            document = unified_of(rollout, tokens=self.options.tokens)
+            alone = len(group.rollouts) == 1 and group.asked <= 1
+            document["task_id"] = self._unique(document["task_id"], rollout, alone)
+            domain = document["domain"]
+            if problems := problems_of(document, domains=[domain]):
+                raise InputError(
+                    f"{group.place}, rollout {rollout.rollout_id} is not a trajectory: "
+                    f"{problems[0]}.",
+                    place=group.place,
+                )
+            if self.options.jsonl:
+                yield document
+            else:
+                path = f"{domain}/{document['task_id']}.json"
+                yield NamedFile(path, orjson.dumps(document, option=_INDENTED))
+
+    def _unique(self, task_id: str, rollout: StoredRollout, alone: bool) -> str:
+        which = hashlib.blake2b(rollout.rollout_id.encode(), digest_size=4).hexdigest()
+        plain = _short(file_name(task_id))
+        if alone and self._take(plain):
+            return plain
+        name = wanted = f"{plain}-{which}"
+        number = 1
+        while not self._take(name):
+            number += 1
+            name = f"{wanted}-{number}"
+        return name
+
+    def _take(self, name: str) -> bool:
+        digest = hashlib.blake2b(name.lower().encode(), digest_size=16).digest()
+        if digest in self._given:
+            return False
+        self._given.add(digest)
+        return True
+
+
+def _short(name: str) -> str:
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+    kept = name.encode()[: _LONGEST_NAME - 20].decode(errors="ignore")
+    return f"{kept}-{digest}"
+
+
+Vector = NDArray[np.float32]
+
+BATCH = 32
+_LIBRARY = "sentence_transformers"
+DIGITS = 7
+"""Significant digits written: float32 has no more."""
+
+
+class Embedder:
+    """A text embedding model; loaded at the first text that is not in the cache."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        cache: Path | None = None,
+        batch: int = BATCH,
+        device: str | None = None,
+    ) -> None:
+        if importlib.util.find_spec(_LIBRARY) is None:
+            raise ConfigError(
+                "Embeddings need sentence-transformers.", hint=install_command("embeddings")
+            )
+        self.model = model
+        self._cache = cache
+        self._batch = batch
+        self._device = device
+        self._encoder: Any = None
+        self._lock = threading.Lock()
+        self.computed = 0
+        """Number of texts that the model embedded."""
+
+    def embed(self, texts: Sequence[str]) -> list[Vector]:
+        """Returns float32[D] for each text, in order; equal texts are computed once."""
+        with self._lock:
+            found: dict[str, Vector] = {}
+            for text in dict.fromkeys(texts):
+                if (kept := self._kept(text)) is not None:
+                    found[text] = kept
+            new = [text for text in dict.fromkeys(texts) if text not in found]
+            for text, vector in zip(new, self._encoded(new) if new else [], strict=True):
+                found[text] = vector
+                self._keep(text, vector)
+        return [found[text] for text in texts]
+
+    def _encoded(self, texts: Sequence[str]) -> list[Vector]:
+        if self._encoder is None:
+            self._encoder = _load(self.model, self._device)
+        self.computed += len(texts)
+        vectors = self._encoder.encode(
+            list(texts), batch_size=self._batch, show_progress_bar=False, convert_to_numpy=True
+        )
+        return [np.asarray(vector, np.float32) for vector in vectors]
+
+    def _place(self, text: str) -> Path | None:
+        if self._cache is None:
+            return None
+        content = f"{self.model}\0{text}".encode("utf-8", "surrogatepass")
+        name = hashlib.sha256(content).hexdigest()
+        return self._cache / name[:2] / f"{name}.npy"
+
+    def _kept(self, text: str) -> Vector | None:
+        """Returns the vector in the cache; a damaged one is computed again."""
+        place = self._place(text)
+        if place is None:
+            return None
+        try:
+            vector = np.load(place, allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            return None
+        whole = vector.ndim == 1 and vector.dtype == np.float32 and bool(np.isfinite(vector).all())
+        return vector if whole else None
+
+    def _keep(self, text: str, vector: Vector) -> None:
+        place = self._place(text)
+        if place is None:
+            return
+        with storing(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(place, sync=False) as file:
+                np.save(file, vector)
+
+
+def embed_steps(trace: Json, embedder: Embedder) -> Json:
+    """Returns `trace` with an `embedding` in each step with text."""
+    steps = [dict(step) for step in trace["steps"]]
+    said = [step for step in steps if str(step.get("text") or "").strip()]
+    for step, vector in zip(said, embedder.embed([step["text"] for step in said]), strict=True):
+        step["embedding"] = [float(f"{number:.{DIGITS}g}") for number in vector.tolist()]
+    metadata = {**(trace.get("metadata") or {}), "embedder_id": embedder.model}
+    return {**trace, "steps": steps, "metadata": metadata}
+
+
+def _load(model: str, device: str | None) -> Any:
+    library = importlib.import_module(_LIBRARY)
+    try:
+        return library.SentenceTransformer(model, device=device)
+    except EnvserverError:
+        raise
+    except (OSError, ValueError) as error:
+        words = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise NotFoundError(
+            f"The embedding model {model!r} cannot be loaded: {words}",
+            hint="Name a folder, or a model on the hub such as BAAI/bge-small-en-v1.5.",
+        ) from error
+
+
+class Traces(Format):
+    """Traces, numbered from 1 for each model and label, in order of arrival."""
+
+    name = "traces"
+    suffix = ".json"
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self._embedder = (
+            Embedder(options.embed, cache=options.embed_cache) if options.embed else None
+        )
+        self._numbers: Counter[tuple[str, str]] = Counter()
+
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
+        for rollout in kept:
+            auto = self.options.label == "auto"
+            label = label_of(rollout) if auto else self.options.label
+            model = rollout.model or "model"
+            self._numbers[model, label] += 1
+            number = self._numbers[model, label]
+            trace = trace_of(rollout, label=label, number=number)
+            if self._embedder is not None:
+                trace = embed_steps(trace, self._embedder)
+            if self.options.jsonl:
+                yield trace
+            else:
+                path = f"{file_name(model)}/{file_name(label)}/run_{number:03d}.json"
+                yield NamedFile(path, orjson.dumps(trace, option=_INDENTED))

@@ -1,9 +1,8 @@
-"""Shows a run as HTML pages: no script, no other file, no network.
+"""Shows a run as HTML pages: no script, no other file, no network; memory holds one page.
 
-In: groups and their kept rollouts. Out: `index.html` with everything or, for a large run, with the
-summary and a list of `pages/page-0001.html`, ... All outside text is escaped (control characters
-are made visible) where it is inserted, without exception; a content policy forbids scripts and
-requests; memory holds one page.
+`index.html` has everything or, for a large run, the summary and a list of `pages/page-0001.html`,
+... All outside text is escaped (control characters are made visible) where it is inserted, without
+exception; a content policy forbids scripts and requests.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import jinja2
 import msgspec
 import numpy as np
 from envserver_records.costs import Cost
@@ -26,10 +24,11 @@ from envserver_records.records import Message, text_of
 from envserver_records.tasks import RewardRange
 from markupsafe import Markup
 
+from envserver.export.pages import template
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
-from envserver.formats.shown_text import seen, token_texts
+from envserver.formats.shown_text import token_texts
 
-from .formats import Options, Row, Written, failed, needs_folder
+from .formats import Format, Row, Written, failed, needs_folder
 
 MOST_NAMES: Final = 50
 OTHER: Final = "(others)"
@@ -38,8 +37,6 @@ BINS: Final = 10
 
 @dataclass
 class Part:
-    """Counts of rollouts that belong together."""
-
     groups: int = 0
     rollouts: int = 0
     scored: int = 0
@@ -47,7 +44,6 @@ class Part:
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean reward, or None if nothing is scored."""
         return self.reward / self.scored if self.scored else None
 
 
@@ -56,15 +52,11 @@ class RunFacts:
     """Counts of a run. Add each group once.
 
     Args:
-        rows, tokens, sampled: training rows, their tokens, and the trained ones among them.
-        solved: rollouts with the reward of a solved task.
         axis: the rewards that the histogram goes from and to, those that the environment declares;
-            None: it has rollouts with several ranges, and goes from the lowest to the highest
-            reward of each.
+            None: several ranges; it goes from the lowest to the highest reward of each.
         histogram: rollouts by reward, in equal parts of the axis; `below` and `above` it.
         ends: by finish reason, or by the limit that was reached.
         failures: failed attempts by kind; `lost`: missing rollouts by kind.
-        first_at, last_at: when groups were made, `time.time()`.
     """
 
     total: Part = field(default_factory=Part)
@@ -81,17 +73,14 @@ class RunFacts:
     above: int = 0
     solved: int = 0
     truncated: int = 0
-    turns: int = 0
     rows: int = 0
     tokens: int = 0
     sampled: int = 0
-    seconds: float = 0.0
     versions: tuple[int, int] | None = None
     first_at: float | None = None
     last_at: float | None = None
 
     def add(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> None:
-        """Counts `kept` of `group`, and the facts about the group as a whole."""
         for failure in group.failures:
             _count(self.failures, str(failure.get("kind", "")))
         for kind, number in group.lost.items():
@@ -103,23 +92,6 @@ class RunFacts:
         self._add_time(kept[0].created_at)
         for rollout in kept:
             self._add(rollout)
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns the counts for programs."""
-        return {
-            "groups": self.total.groups,
-            "rollouts": self.total.rollouts,
-            "mean_reward": self.total.mean_reward,
-            "reward_histogram": self.histogram,
-            "reward_axis": self.axis,
-            "training_rows": self.rows,
-            "tokens": self.tokens,
-            "trained_tokens": self.sampled,
-            "truncated": self.truncated,
-            "environments": {name: part.rollouts for name, part in self.by_env.items()},
-            "models": dict(self.models),
-            "policy_versions": None if self.versions is None else list(self.versions),
-        }
 
     def bins(self) -> list[tuple[str, int]]:
         """Returns the parts of the histogram with their names: "0.0 to 0.1"."""
@@ -146,12 +118,9 @@ class RunFacts:
         for flag in rollout.flags:
             _count(self.flags, flag)
         self.truncated += rollout.truncated
-        self.turns += rollout.turns
         self.rows += len(rollout.rows)
         self.tokens += sum(len(row.tokens) for row in rollout.rows)
         self.sampled += rollout.sampled
-        seconds = rollout.usage.get("seconds")
-        self.seconds += seconds if isinstance(seconds, int | float) else 0.0
         if rollout.policy_version >= 0:
             low, high = self.versions or (rollout.policy_version, rollout.policy_version)
             self.versions = (min(low, rollout.policy_version), max(high, rollout.policy_version))
@@ -199,103 +168,37 @@ MOST_ROWS: Final = 8
 _SHADES: Final = (0.9, 0.5, 0.2, 0.05)
 
 
-@dataclass(frozen=True)
-class Text:
+Json = dict[str, Any]
+
+
+class Text(NamedTuple):
     """A text, and the number of characters left out."""
 
     shown: str
     left_out: int = 0
 
 
-@dataclass(frozen=True)
-class CallView:
-    """A tool call."""
-
-    name: str
-    arguments: Text
-
-
-@dataclass(frozen=True)
-class MessageView:
-    """A message; `kind` is its role, "other" for an unknown one."""
-
-    kind: str
-    role: str
-    content: Text
-    reasoning: Text | None
-    calls: list[CallView]
-    note: str
-
-
-@dataclass(frozen=True)
-class ConversationView:
-    """The messages of one agent; `left_out` messages were cut after the first `before`."""
-
-    title: str
-    messages: list[MessageView]
-    before: int
-    left_out: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a training row: context (`shade` None), or one sampled token.
-
-    Args:
-        shade: 0 (likely token) to 4 (unlikely).
-        tooltip: id, logprob and probability, or the amount of context.
-    """
-
-    text: str
-    tooltip: str
-    shade: int | None
-
-
-@dataclass(frozen=True)
-class RowView:
-    """A training row; `left_out` sampled tokens are not shown."""
-
-    title: str
-    pieces: list[Piece]
-    left_out: int
-
-
-@dataclass(frozen=True)
-class RolloutView:
-    """The details of a rollout, beside its line in the table."""
-
-    facts: list[tuple[str, str]]
-    tools: list[tuple[str, Text]]
-    conversations: list[ConversationView]
-    actions: list[tuple[str, Text, Text]]
-    actions_left_out: int
-    output: Text | None
-    rows: list[RowView]
-    rows_left_out: int
-
-
-def view_of(rollout: StoredRollout, token_text: TokenText) -> RolloutView:
-    """Returns the view of `rollout`."""
+def view_of(rollout: StoredRollout, token_text: TokenText) -> Json:
+    """Returns what `rollout.html` shows of a rollout."""
     conversations = [_conversation("", rollout.messages)] if rollout.messages else []
     for other in rollout.others[:MOST_ROWS]:
         trained = "" if other.get("trained", True) else ", not trained"
         title = f"Agent {other.get('agent')} ({other.get('model', '')}{trained})"
         conversations.append(_conversation(title, other.get("messages") or []))
     actions = rollout.actions or []
-    return RolloutView(
-        facts=list(_facts(rollout)),
-        tools=[_tool(tool) for tool in rollout.tools[:MOST_MESSAGES]],
-        conversations=conversations,
-        actions=[_action(action) for action in actions[:MOST_MESSAGES]],
-        actions_left_out=max(0, len(actions) - MOST_MESSAGES),
-        output=None if rollout.output is None else _cut(_as_text(rollout.output)),
-        rows=[_row(row, n, token_text) for n, row in enumerate(rollout.rows[:MOST_ROWS], 1)],
-        rows_left_out=max(0, len(rollout.rows) - MOST_ROWS),
-    )
+    return {
+        "facts": list(_facts(rollout)),
+        "tools": [_tool(tool) for tool in rollout.tools[:MOST_MESSAGES]],
+        "conversations": conversations,
+        "actions": [_action(action) for action in actions[:MOST_MESSAGES]],
+        "actions_left_out": max(0, len(actions) - MOST_MESSAGES),
+        "output": None if rollout.output is None else _cut(_as_text(rollout.output)),
+        "rows": [_row(row, n, token_text) for n, row in enumerate(rollout.rows[:MOST_ROWS], 1)],
+        "rows_left_out": max(0, len(rollout.rows) - MOST_ROWS),
+    }
 
 
 def number(value: Any) -> str:
-    """Formats a number for people."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return _as_text(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -343,14 +246,19 @@ def _action(action: Any) -> tuple[str, Text, Text]:
     return tool, _cut(_as_text(action.get("input", ""))), _cut(_as_text(said))
 
 
-def _conversation(title: str, messages: Sequence[Message]) -> ConversationView:
+def _conversation(title: str, messages: Sequence[Message]) -> Json:
     left_out = max(0, len(messages) - MOST_MESSAGES)
     before = MOST_MESSAGES // 2
     shown = [*messages[:before], *messages[before + left_out :]]
-    return ConversationView(_cut(title).shown, [_message(one) for one in shown], before, left_out)
+    return {
+        "title": _cut(title).shown,
+        "messages": [_message(message) for message in shown],
+        "before": before,
+        "left_out": left_out,
+    }
 
 
-def _message(message: Message) -> MessageView:
+def _message(message: Message) -> Json:
     role = str(message.get("role", ""))
     known = ("system", "developer", "user", "assistant", "tool")
     content = message.get("content")
@@ -359,14 +267,14 @@ def _message(message: Message) -> MessageView:
         text = _as_text(content)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     calls = message.get("tool_calls")
-    return MessageView(
-        kind=role if role in known else "other",
-        role=_cut(role).shown,
-        content=_cut(text),
-        reasoning=_cut(_as_text(reasoning)) if reasoning else None,
-        calls=[_call(call) for call in calls] if isinstance(calls, list) else [],
-        note=_cut(str(message.get("name") or message.get("tool_call_id") or "")).shown,
-    )
+    return {
+        "kind": role if role in known else "other",
+        "role": _cut(role).shown,
+        "content": _cut(text),
+        "reasoning": _cut(_as_text(reasoning)) if reasoning else None,
+        "calls": [_call(call) for call in calls] if isinstance(calls, list) else [],
+        "note": _cut(str(message.get("name") or message.get("tool_call_id") or "")).shown,
+    }
 
 
 def _parts(content: list[Any]) -> str:
@@ -380,17 +288,18 @@ def _parts(content: list[Any]) -> str:
     return "\n".join(texts)
 
 
-def _call(call: Any) -> CallView:
+def _call(call: Any) -> tuple[str, Text]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
-        return CallView("?", _cut(_as_text(call)))
+        return "?", _cut(_as_text(call))
     arguments = function.get("arguments")
+    name = _cut(str(function.get("name"))).shown
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return CallView(_cut(str(function.get("name"))).shown, _cut(arguments))
-    return CallView(_cut(str(function.get("name"))).shown, _cut(_as_text(arguments)))
+            return name, _cut(arguments)
+    return name, _cut(_as_text(arguments))
 
 
 def _as_text(value: Any) -> str:
@@ -407,7 +316,7 @@ def _cut(text: str) -> Text:
     return Text(text) if left_out <= 0 else Text(text[:MOST_SHOWN], left_out)
 
 
-def _row(row: StoredRow, count: int, token_text: TokenText) -> RowView:
+def _row(row: StoredRow, count: int, token_text: TokenText) -> Json:
     sampled = np.flatnonzero(row.mask)
     last = int(sampled[MOST_TOKENS]) if len(sampled) > MOST_TOKENS else len(row.tokens)
     agent = f", agent {row.agent}" if row.agent is not None else ""
@@ -419,11 +328,15 @@ def _row(row: StoredRow, count: int, token_text: TokenText) -> RowView:
         if version >= 0
     )
     said = f"Row {count}: {len(row.tokens):,} tokens, {len(sampled):,} sampled{mean}{agent}{flags}"
-    return RowView(
-        title=_cut(f"{said}{'; ' if versions else ''}{versions}").shown,
-        pieces=list(_pieces(row, last, token_text)),
-        left_out=max(0, len(sampled) - MOST_TOKENS),
-    )
+    return {
+        "title": _cut(f"{said}{'; ' if versions else ''}{versions}").shown,
+        "pieces": list(_pieces(row, last, token_text)),
+        "left_out": max(0, len(sampled) - MOST_TOKENS),
+    }
+
+
+Piece = tuple[str, str, int | None]
+"""Text, tooltip, and shade of a sampled token: 0 (likely) to 4; None for context."""
 
 
 def _pieces(row: StoredRow, last: int, token_text: TokenText) -> Iterator[Piece]:
@@ -441,7 +354,7 @@ def _context(ids: list[int], token_text: TokenText) -> Piece:
     known = [f" {i} " if text is None else text for i, text in zip(ids, texts, strict=False)]
     text = _cut("".join(known))
     more = f" … {text.left_out:,} more characters" if text.left_out else ""
-    return Piece(text.shown + more, f"context, {len(ids):,} tokens", None)
+    return text.shown + more, f"context, {len(ids):,} tokens", None
 
 
 def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
@@ -449,7 +362,7 @@ def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
     shade = sum(probability < border for border in _SHADES)
     text = token_text(index)
     tooltip = f"id {index}, logprob {logprob:.4f}, p {probability:.3g}"
-    return Piece(f"⟨{index}⟩" if text is None else text, tooltip, shade)
+    return f"⟨{index}⟩" if text is None else text, tooltip, shade
 
 
 MOST_ROLLOUTS: Final = 200
@@ -459,27 +372,20 @@ MOST_CHARACTERS: Final = 4 * 2**20
 _INDEX: Final = "index.html"
 
 
-class Html:
-    """The format "html", with its own writer."""
-
+class Html(Format):
     name, suffix = "html", ".html"
 
-    def __init__(self, options: Options) -> None:
-        self._options = options
-
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns a row for each rollout; the first one carries its group."""
         for position, rollout in enumerate(kept):
             yield {"rollout": rollout, "new": (group, kept) if position == 0 else None}
 
     def writer(self) -> HtmlPages:
-        """Returns the writer of pages."""
-        return HtmlPages(self._options.title, self._options.tokenizer)
+        return HtmlPages(self.options.title, self.options.tokenizer)
 
 
 @dataclass
 class GroupLine:
-    """A group in the table of a page. `rollouts`: (place on the page, rollout) each."""
+    """A group in the table; `rollouts`: (place on the page, rollout) each."""
 
     group: StoredGroup
     env: str
@@ -488,21 +394,7 @@ class GroupLine:
     rollouts: list[tuple[int, StoredRollout]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class PageLine:
-    """A page in the list of pages."""
-
-    path: str
-    groups: int
-    rollouts: int
-    mean: float | None
-    first: str
-    last: str
-
-
 class HtmlPages:
-    """Writes the pages."""
-
     def __init__(
         self,
         title: str = "",
@@ -516,35 +408,29 @@ class HtmlPages:
         self._most_rollouts = most_rollouts
         self._most_characters = most_characters
         self._facts = RunFacts()
-        self._pages: list[PageLine] = []
+        self._pages: list[Json] = []
         self._written: list[Written] = []
         self._begin_page()
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write pages of at most `shard_rows` rollouts (whole groups) into `folder`.
-
-        None: one page.
-        """
+        """Pages have whole groups."""
         self._folder = folder
         self._is_single = shard_rows is None
         self._most_rollouts = min(self._most_rollouts, shard_rows or self._most_rollouts)
 
     def put(self, row: Row) -> None:
-        """Adds one row of `Html.rows`."""
         assert isinstance(row, dict)
         rollout: StoredRollout = row["rollout"]
         if row["new"] is not None:
             self._begin_group(*row["new"])
         self._count += 1
         self._lines[-1].rollouts.append((self._count, rollout))
-        section = _template("rollout.html").render(
-            place=self._count, rollout=rollout, view=view_of(rollout, self._token_text(rollout))
-        )
+        view = view_of(rollout, token_texts(rollout.model, self._tokenizer))
+        section = _template("rollout.html").render(place=self._count, rollout=rollout, view=view)
         self._sections.append(Markup(section))
         self._characters += len(section)
 
     def close(self) -> list[Written]:
-        """Writes the index. Raises as `put`."""
         whole = not self._pages
         if not whole:
             self._end_page()
@@ -564,21 +450,20 @@ class HtmlPages:
                 raise needs_folder(f"More than {self._count} rollouts do not fit on one page")
             self._end_page()
         self._facts.add(group, kept)
-        rewards = [rollout.reward for rollout in kept if rollout.reward is not None]
-        mean = sum(rewards) / len(rewards) if rewards else None
-        self._lines.append(GroupLine(group, kept[0].env, kept[0].task_id, mean))
+        self._lines.append(GroupLine(group, kept[0].env, kept[0].task_id, _mean(kept)))
 
     def _end_page(self) -> None:
         path = f"pages/page-{len(self._pages) + 1:04d}.html"
-        rewards = [
-            rollout.reward
-            for line in self._lines
-            for _, rollout in line.rollouts
-            if rollout.reward is not None
-        ]
-        mean = sum(rewards) / len(rewards) if rewards else None
-        first, last = self._lines[0].task_id, self._lines[-1].task_id
-        self._pages.append(PageLine(path, len(self._lines), self._count, mean, first, last))
+        rollouts = [rollout for line in self._lines for _, rollout in line.rollouts]
+        page = {
+            "path": path,
+            "groups": len(self._lines),
+            "rollouts": self._count,
+            "mean": _mean(rollouts),
+            "first": self._lines[0].task_id,
+            "last": self._lines[-1].task_id,
+        }
+        self._pages.append(page)
         self._write(path, self._count, lines=self._lines, sections=self._sections)
         self._begin_page()
 
@@ -598,22 +483,10 @@ class HtmlPages:
             raise failed(place, error) from error
         self._written.append(Written(path, rows))
 
-    def _token_text(self, rollout: StoredRollout) -> TokenText:
-        return token_texts(rollout.model, self._tokenizer)
 
-
-@functools.cache
-def _template(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=seen,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"number": number, "time": _time, "shade": _shade, "reward": _reward}
-    return environment.get_template(name)
+def _mean(rollouts: Sequence[StoredRollout]) -> float | None:
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 def _time(seconds: float | None) -> str:
@@ -633,3 +506,8 @@ def _shade(value: float | None) -> str:
     if value is None:
         return "sx"
     return f"s{min(5, max(0, round(value * 5)))}" if value == value else "sx"
+
+
+_template: Final = functools.partial(
+    template, __package__, number=number, time=_time, shade=_shade, reward=_reward
+)

@@ -1,9 +1,7 @@
-"""`--to inspect`: rollouts as logs that Inspect View opens.
+"""`--to inspect`: rollouts as logs that Inspect View opens, written by inspect_ai's own recorder.
 
-In: rollouts as they are read back. Out: a `.eval` file for each environment and model, written by
-inspect_ai's own recorder. A sample is one rollout (or one that was lost, with its error); its store
-has what Inspect has no field for, so that `envserver convert` reads the same rollout back. Memory
-holds one rollout and, as in Inspect, a summary of each sample.
+A sample is one rollout (or one that was lost, with its error); its store has what Inspect has no
+field for, so that `envserver convert` reads the same rollout back.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from envserver_records.records import Message, Result, text_of
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 
-from .formats import Options, Row, Written, kept_line
+from .formats import Format, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
@@ -42,30 +40,24 @@ _ROLES: Final = {"developer": "system", "function": "tool"}
 
 
 def inspect_message(message: Message, message_id: str) -> Any:
-    """Returns `message` as an `inspect_ai.model.ChatMessage`."""
-    from inspect_ai.model import (
-        ChatMessageAssistant,
-        ChatMessageSystem,
-        ChatMessageTool,
-        ChatMessageUser,
-    )
+    from inspect_ai import model
 
     role = str(message.get("role"))
     shared: dict[str, Any] = {"id": message_id, "content": _content(message)}
     match _ROLES.get(role, role):
         case "system":
-            made: Any = ChatMessageSystem(**shared)
+            made: Any = model.ChatMessageSystem(**shared)
         case "assistant":
             calls = [_call(call, number) for number, call in enumerate(calls_of(message))]
-            made = ChatMessageAssistant(**shared, tool_calls=calls or None)
+            made = model.ChatMessageAssistant(**shared, tool_calls=calls or None)
         case "tool":
-            made = ChatMessageTool(
+            made = model.ChatMessageTool(
                 **shared,
                 tool_call_id=_text(message.get("tool_call_id")),
                 function=_text(message.get("name")),
             )
         case _:
-            made = ChatMessageUser(**shared)
+            made = model.ChatMessageUser(**shared)
     if message_of(made) != message:
         made.metadata = {WHOLE: message}
     return made
@@ -95,7 +87,6 @@ def message_of(made: Any) -> Message:
 
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
-    """Returns the tool calls of a message that are objects."""
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
@@ -185,7 +176,7 @@ Span = tuple[float, float]
 
 
 class Turn(NamedTuple):
-    """A turn of a model: its times, and the tokens that it saw and sampled, if they are known."""
+    """A turn of a model: times, and tokens seen and sampled, if known."""
 
     began: float
     ended: float
@@ -198,7 +189,6 @@ _LATEST: Final = 9.2e9
 
 
 def rollout_times(rollout: StoredRollout) -> Span:
-    """Returns when a rollout ran; in files of older versions it is taken to end with its group."""
     seconds = used(rollout, "seconds")
     began = moment(rollout.started_at or rollout.created_at - seconds)
     return began, moment(began + seconds)
@@ -215,7 +205,7 @@ def used(rollout: StoredRollout, name: str) -> float:
 def turn_times(
     rollout: StoredRollout, agent: str | None, messages: Sequence[Message]
 ) -> list[Turn] | None:
-    """Returns the turns that the model's messages are in the conversation of `agent`.
+    """Returns the turns of the model's messages in the conversation of `agent`.
 
     None where they are not stored, or where the conversation does not have all of its calls.
     """
@@ -262,13 +252,7 @@ LOST: Final = "lost"
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample and what a log's header needs.
-
-    Args:
-        sample: the `inspect_ai.log.EvalSample`; its epoch is not final.
-        task, model: name the log.
-        began, ended: seconds since 1970.
-    """
+    """An `EvalSample` and what a log's header needs; times in seconds since 1970."""
 
     sample: Any
     task: str
@@ -278,7 +262,6 @@ class Sample:
 
 
 def sample_of(rollout: StoredRollout, store: Json) -> Sample:
-    """Returns a rollout as a sample whose store is `store`."""
     from inspect_ai.log import EvalSample
 
     began, ended = rollout_times(rollout)
@@ -311,7 +294,6 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
 
 
 def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample:
-    """Returns the sample of a rollout that failed for good: an error, nothing else."""
     from inspect_ai.log import EvalError, EvalSample
 
     said = [str(one.get("message", "")) for one in group.failures if one.get("kind") == kind]
@@ -380,7 +362,6 @@ def _limit(rollout: StoredRollout) -> Any:
 def _events(
     rollout: StoredRollout, messages: list[Any], scores: Json, times: Span
 ) -> Iterator[Any]:
-    """Yields the events of each agent; with several, each has a span of its own."""
     from inspect_ai.event import ScoreEvent, SpanBeginEvent, SpanEndEvent
 
     agents = [(main_agent(rollout), rollout.model, rollout.messages, messages, rollout.tools)]
@@ -455,7 +436,6 @@ def _conversation(
 
 
 def _at(begin: float, times: Span, end: float | None = None) -> Json:
-    """Returns the times of an event; `times`: of its rollout."""
     timing: Json = {"timestamp": _moment(begin), "working_start": max(0.0, begin - times[0])}
     if end is not None:
         timing |= {"completed": _moment(end), "working_time": max(0.0, end - begin)}
@@ -523,19 +503,17 @@ _TOKENS: Final = ("tokens", "masks", "inference_logprobs")
 _KEPT: Final = (*_TOKENS, "scores", "generation_params", "env_id", "envserver")
 
 
-class Inspect:
-    """The format "inspect"."""
-
+class Inspect(Format):
     name, suffix = "inspect", ".eval"
 
     def __init__(self, options: Options) -> None:
         require_inspect()
-        self._options = options
+        super().__init__(options)
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         """Returns a row for each kept rollout and, if all are kept, for each that was lost."""
         for rollout in kept:
-            facts = _facts(group, rollout, tokens=self._options.tokens)
+            facts = _facts(group, rollout, tokens=self.options.tokens)
             yield {"sample": sample_of(rollout, {STORE: facts})}
         if len(kept) == len(group.rollouts):
             for kind, number in group.lost.items():
@@ -543,8 +521,7 @@ class Inspect:
                     yield {"sample": lost_sample(group, kept[0], kind)}
 
     def writer(self) -> InspectLogs:
-        """Returns the writer."""
-        return InspectLogs(self._options.title)
+        return InspectLogs(self.options.title)
 
 
 class InspectLogs:
@@ -554,7 +531,6 @@ class InspectLogs:
         self._title = title
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write. See `Writer`."""
         from inspect_ai.log._recorders.eval import EvalRecorder
 
         self._folder, self._shard_rows = folder, shard_rows
@@ -564,7 +540,6 @@ class InspectLogs:
         self._runner = asyncio.Runner()
 
     def put(self, row: Row) -> None:
-        """Writes one sample. Raises StoreError: it cannot be written."""
         from inspect_ai.log import condense_sample
 
         assert isinstance(row, dict)
@@ -585,7 +560,6 @@ class InspectLogs:
             raise write_failure(self._folder, error) from error
 
     def close(self) -> list[Written]:
-        """Closes all logs. Raises StoreError: one cannot be written."""
         try:
             for log in self._logs.values():
                 self._finish(log)
@@ -607,8 +581,6 @@ class InspectLogs:
 
 
 class _Log:
-    """The header of one log; its ids and counts grow."""
-
     def __init__(self, first: Sample, number: int, title: str) -> None:
         self._task, self._model, self._title = first.task, first.model, title
         self._created = self._ended = first.ended

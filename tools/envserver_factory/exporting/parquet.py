@@ -1,16 +1,15 @@
 """Delivered rollouts as Parquet: one row for each training row, typed columns, streamed.
 
-In: rollouts as they are read back. Out: tables of `schema()`, in row groups cut by bytes, so memory
-holds one row group whatever the size of the run. Nothing is rounded or left out. Fields with the
-same shape everywhere are typed; what each environment shapes for itself is JSON text in a column
-that ends in `_json`. A rollout without training rows has one row without tokens.
+Row groups are cut by bytes, so memory holds one of them. Nothing is rounded or left out: what each
+environment shapes for itself is JSON text in a column that ends in `_json`. A rollout without
+training rows has one row without tokens.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,19 +22,16 @@ from envserver_records.records import Message, text_of
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 
-from .formats import Options, Row, Written
+from .formats import Format, Options, Row, Written
 
 Json = dict[str, Any]
 Table = Any
 """A `pyarrow.Table`, which has no types."""
 Schema = Any
-"""A `pyarrow.Schema`."""
 
 FOLDER: Final = "data"
-"""Subfolder of the files."""
 ROW_GROUP_BYTES: Final = 32 * 2**20
-"""Bytes of tokens and texts in a row group, before compression: bounds memory of writer and reader.
-"""
+"""Before compression; bounds memory of writer and reader."""
 _BYTES_A_TOKEN: Final = 9
 _BYTES_BESIDE: Final = 1024
 
@@ -53,29 +49,25 @@ _AS_JSON: Final = (
 _TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")
 
 
-class Parquet:
-    """The format "parquet"."""
-
+class Parquet(Format):
     name, suffix = "parquet", ".parquet"
 
     def __init__(self, options: Options) -> None:
+        super().__init__(options)
         _pyarrow("pyarrow.parquet")
 
-    def rows(self, group: StoredGroup, kept: Iterable[StoredRollout]) -> Iterator[Row]:
-        """Returns a row for each training row."""
+    def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         for rollout in kept:
             yield from rows_of(rollout, group.line.get("generation_params"))
 
     def writer(self) -> ParquetShards:
-        """Returns the writer."""
         return ParquetShards()
 
 
 class ParquetShards:
-    """Writes `data/part-00000.parquet`, ...: files of at most the requested number of rows.
+    """Writes `data/part-00000.parquet`, ...; without any row one file without rows.
 
-    They have a folder of their own because pandas and pyarrow read a whole folder. Without any row
-    there is one file without rows.
+    They have a folder of their own because pandas and pyarrow read a whole folder.
     """
 
     def __init__(self, *, row_group_bytes: int = ROW_GROUP_BYTES) -> None:
@@ -83,12 +75,10 @@ class ParquetShards:
         self._written: list[Written] = []
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Opens the first file. Raises StoreError: it cannot be written."""
         self._folder, self._shard_rows = folder, shard_rows
         self._begin()
 
     def put(self, row: Row) -> None:
-        """Adds one row of `rows_of`. Raises as `open`."""
         assert isinstance(row, dict)
         if self._rows == self._shard_rows:
             self._end()
@@ -100,7 +90,6 @@ class ParquetShards:
             self._flush()
 
     def close(self) -> list[Written]:
-        """Closes the last file. Raises as `open`."""
         self._end()
         return self._written
 
@@ -134,7 +123,6 @@ class ParquetShards:
 
 
 def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> list[Json]:
-    """Returns a row for each training row, with the columns of `schema()`."""
     messages = [_typed(message) for message in rollout.messages]
     exact = all(map(_says_all, messages, rollout.messages))
     shared = {name: getattr(rollout, name) for name in _PLAIN}
@@ -143,20 +131,25 @@ def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> li
     shared["messages"] = messages
     shared["messages_json"] = None if exact else _json(rollout.messages)
     shared["rows"] = len(rollout.rows)
-    if not rollout.rows:
-        return [shared | _without_tokens() | {"agent_reward": rollout.reward}]
     return [
-        shared | _tokens(number, row) | {"agent_reward": _reward_of(rollout, row.agent)}
-        for number, row in enumerate(rollout.rows)
+        shared
+        | _tokens(number, row)
+        | {"agent_reward": rollout.rewards.get(row.agent or "", rollout.reward)}
+        for number, row in enumerate(rollout.rows or [_WITHOUT_TOKENS])
     ]
 
 
-def _reward_of(rollout: StoredRollout, agent: str | None) -> float | None:
-    return rollout.rewards.get(agent or "", rollout.reward)
+_WITHOUT_TOKENS: Final = StoredRow(
+    tokens=np.empty(0, np.int32),
+    mask=np.empty(0, np.uint8),
+    logprobs=np.empty(0, np.float32),
+    agent=None,
+    flags=[],
+    versions=[],
+)
 
 
 def table_of(rows: Sequence[Json]) -> Table:
-    """Returns `rows` (of `rows_of`) as a table of `schema()`."""
     pa = _pyarrow("pyarrow")
     columns = []
     for field in schema():
@@ -172,9 +165,7 @@ def table_of(rows: Sequence[Json]) -> Table:
 
 @functools.cache
 def schema() -> Schema:
-    """Returns the columns. Those of a rollout repeat in each of its rows; `row` counts them from
-    0.
-    """
+    """Columns of a rollout repeat in each of its rows; `row` counts them from 0."""
     pa = _pyarrow("pyarrow")
     text, number, real = pa.string(), pa.int64(), pa.float64()
     function = pa.struct([("name", text), ("arguments", text)])
@@ -231,20 +222,8 @@ def _tokens(number: int, row: StoredRow) -> Json:
     }
 
 
-def _without_tokens() -> Json:
-    nothing = StoredRow(
-        tokens=np.empty(0, np.int32),
-        mask=np.empty(0, np.uint8),
-        logprobs=np.empty(0, np.float32),
-        agent=None,
-        flags=[],
-        versions=[],
-    )
-    return _tokens(0, nothing)
-
-
 def _typed(message: Message) -> Json:
-    """Returns the parts of `message` that the columns can hold; of content in parts the text."""
+    """Returns what the columns can hold of a message; of content in parts the text."""
     found = {name: _text(message.get(name)) for name in _TEXTS if name != "content"}
     content = message.get("content")
     found["content"] = _text(text_of(message)) if isinstance(content, list) else _text(content)
@@ -281,9 +260,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text(value: Any) -> str | None:
-    """Returns `value` if it is text; an unpaired surrogate, which UTF-8 cannot hold, becomes
-    "?".
-    """
+    """Returns text, None otherwise; an unpaired surrogate, which UTF-8 cannot hold, becomes "?"."""
     if not isinstance(value, str):
         return None
     return value if value.isascii() else value.encode("utf-8", "replace").decode()

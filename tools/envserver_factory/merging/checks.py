@@ -1,7 +1,4 @@
-"""Checks that models can be merged: same tensors, architecture and tokens.
-
-In: the base and the others, opened. Out: for each model its name of each tensor of the base, and
-notes on harmless differences. All reasons against a merge are reported at once.
+"""Checks that models can be merged; all reasons against a merge are reported at once.
 
 A tied output layer (`config.tie_word_embeddings`) may be stored or not: where the base stores
 `lm_head.weight` and another model does not, that model's embedding is used; where only the other
@@ -23,9 +20,8 @@ from typing import Any, Final
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
 
-from .recipe import Recipe
-from .tensors import Model, Tensor, Weights, is_adapter
-from .writing import Made, appearing, check_places, digest_of, facts_of, write_card
+from .tensors import Model, Tensor, Weights, is_adapter, read_object
+from .writing import Made, Recipe, appearing, check_places, digest_of, facts_of, write_card
 
 FAST: Final = "tokenizer.json"
 _OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -38,7 +34,7 @@ def differences(base: Path, other: Path) -> list[str]:
     if (base / FAST).is_file() and (other / FAST).is_file():
         if _same_bytes(base / FAST, other / FAST):
             return []
-        return _of_fast(_read(base / FAST), _read(other / FAST))
+        return _of_fast(read_object(base / FAST), read_object(other / FAST))
     return [
         f"{name} is another file"
         for name in _OTHERS
@@ -53,7 +49,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def same_template(base: Path, other: Path) -> bool:
-    """Returns whether both render conversations alike; True where one has no template file."""
+    """Whether both render conversations alike; True where one has no template file."""
     ours, theirs = base / _TEMPLATE, other / _TEMPLATE
     return not (ours.is_file() and theirs.is_file()) or _same_bytes(ours, theirs)
 
@@ -98,16 +94,6 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
     return [one if isinstance(one, str) else " ".join(one) for one in merges]
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-
-
 def _same_bytes(one: Path, other: Path) -> bool:
     return one.stat().st_size == other.stat().st_size and digest_of(one) == digest_of(other)
 
@@ -138,8 +124,6 @@ _ROWS_AT_A_TIME: Final = 4096
 
 @dataclass(frozen=True)
 class Allowed:
-    """Differences that forbid a merge unless allowed."""
-
     config: bool = False
     tokenizer: bool = False
     missing: bool = False
@@ -178,13 +162,7 @@ def check(
 def read_config(folder: Path) -> dict[str, Any]:
     """Reads a model's config.json; empty where there is none (an adapter's folder)."""
     path = folder / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(path) if path.is_file() else {}
 
 
 def _check_alone(model: Model, found: _Found) -> None:
@@ -321,13 +299,7 @@ _WITHOUT_BASE: Final = ("linear", "multislerp", "karcher")
 
 @dataclass(frozen=True)
 class Method:
-    """A method of mergekit.
-
-    Args:
-        name: mergekit's `merge_method`.
-        density: share of each difference that is kept; unset: the method's default.
-        parameters: further parameters, for all models.
-    """
+    """A method of mergekit; `density`: share of each difference that is kept."""
 
     name: str
     density: float | None = None
@@ -342,11 +314,7 @@ def merge_with(
     allowed: Allowed | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Runs mergekit, whose output goes to this process's stderr.
-
-    Returns:
-        Notes on harmless differences between the inputs.
-    """
+    """Runs mergekit, whose output goes to this process's stderr; returns notes on the inputs."""
     config = config_of(method, recipe)
     program = find_program()
     with ExitStack() as stack:
@@ -374,7 +342,6 @@ def merge_with(
 
 
 def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
-    """Returns mergekit's configuration."""
     if any(one.minus is not None for one in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
@@ -406,7 +373,6 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
 
 
 def find_program() -> str:
-    """Finds the program."""
     beside = Path(sys.executable).with_name(PROGRAM)
     found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
     if found is None:

@@ -1,9 +1,4 @@
-"""The one pass: reads every tensor of all models once, piece by piece, for all alphas.
-
-In: a recipe. Out: a folder for each alpha, with the base's files, layout and dtypes. Beside headers
-and LoRA factors, `PIECE` numbers of each model and a few arrays of that length are in memory at a
-time.
-"""
+"""The one pass: reads every tensor of all models once, piece by piece, for all alphas."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from envserver_records.errors import ConflictError, InputError
@@ -20,7 +15,6 @@ from envserver_records.files import replacing_path, storing
 from numpy.typing import NDArray
 
 from .checks import Allowed, Names, check
-from .recipe import Recipe
 from .tensors import (
     Adapted,
     File,
@@ -36,6 +30,7 @@ from .tensors import (
 )
 from .writing import (
     Made,
+    Recipe,
     Report,
     WeightsWriter,
     appearing,
@@ -50,7 +45,6 @@ _KIND: Final = "task vector"
 
 
 def open_vector(path: Path) -> Weights:
-    """Opens a file that `vector_layout` describes."""
     weights = Weights(path)
     if weights.parts[0].metadata.get("kind") != _KIND:
         raise InputError(
@@ -61,7 +55,6 @@ def open_vector(path: Path) -> Weights:
 
 
 def vector_layout(recipe: Recipe, base: Weights, others: Sequence[Model], path: Path) -> File:
-    """Returns the names, dtypes and shapes of a vector's file."""
     tensors = tuple(
         replace(tensor, dtype=_dtype(tensor, others), file=path)
         for part in base.parts
@@ -83,37 +76,15 @@ def combined(
     return total
 
 
-class VectorWriter:
-    """Writes a vector's file; `write` takes the tensors' numbers in the layout's order."""
-
-    def __init__(self, layout: File, partial: Path) -> None:
-        self.dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
-        self._path = layout.path
-        self._file = WeightsWriter(partial, layout)
-
-    def write(self, numbers: Floats) -> None:
-        """Writes the next numbers. Raises StoreError: the disk takes no more."""
-        with storing(self._path):
-            self._file.write(numbers)
-
-    def close(self) -> None:
-        """Syncs the complete file to disk."""
-        with storing(self._path):
-            self._file.close()
-
-    def give_up(self) -> None:
-        self._file.give_up()
-
-
 @contextmanager
-def vector_writer(layout: File, *, overwrite: bool) -> Iterator[VectorWriter]:
+def vector_writer(layout: File, *, overwrite: bool) -> Iterator[WeightsWriter]:
     """Yields the writer of a file that appears when the block ends without an error."""
     _check_place(layout.path, overwrite)
     with storing(layout.path):
         layout.path.parent.mkdir(parents=True, exist_ok=True)
     with replacing_path(layout.path) as partial:
         with storing(layout.path):
-            writer = VectorWriter(layout, partial)
+            writer = WeightsWriter(partial, layout)
         try:
             yield writer
         finally:
@@ -145,22 +116,24 @@ PIECE: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge."""
-
     folders: list[Path]
     notes: list[str]
 
 
 @dataclass(frozen=True)
 class _Term:
-    """A vector of the recipe, opened; `minus` None stands for the base, and with `is_vector`
-    nothing is subtracted.
-    """
+    """An opened vector; `minus` None: the base; `is_vector`: nothing is subtracted."""
 
     plus: Model
     minus: Model | None
     weight: float
     is_vector: bool
+
+
+class _Vector(NamedTuple):
+    path: Path
+    dtypes: Mapping[str, str]
+    writer: WeightsWriter
 
 
 def merge(
@@ -180,9 +153,7 @@ def merge(
         places: output folders, one for each of `recipe.alphas`; complete or absent. Empty: only
             `vector` is written.
         vector: also write what is added, without alpha, to this safetensors file.
-        allowed: differences between the inputs that are accepted.
         allow_not_finite: also write infinities and NaNs.
-        overwrite: replace models of an earlier merge.
         begin, report: called with bytes of the base's weights: the total, then each part done.
     """
     with ExitStack() as stack:
@@ -195,63 +166,46 @@ def merge(
         writer = None
         if vector is not None:
             layout = vector_layout(recipe, base, list(opened.values()), vector)
-            writer = stack.enter_context(vector_writer(layout, overwrite=overwrite))
+            dtypes = {tensor.name: tensor.dtype for tensor in layout.tensors}
+            file = stack.enter_context(vector_writer(layout, overwrite=overwrite))
+            writer = _Vector(vector, dtypes, file)
         begin(size)
         alphas = recipe.alphas if places else ()
-        terms = _terms(recipe, opened)
+        terms = [
+            _Term(
+                opened[one.plus],
+                opened[one.minus] if one.minus else None,
+                one.weight,
+                one.plus.is_file(),
+            )
+            for one in recipe.vectors
+        ]
         work = _Pass(base, terms, alphas, names, allow_not_finite, report, writer)
         with appearing(places) as folders:
             digests = work.run(folders)
             facts = facts_of(recipe, {recipe.base: base, **opened}, notes)
             for folder, alpha, files in zip(folders, alphas, digests, strict=True):
-                write_index_if_several(folder, base.parts)
+                if len(base.parts) > 1:
+                    write_index(folder, base.parts)
                 copied = copy_rest(base.folder, folder)
                 write_card(folder, facts, Made(recipe.formula(f"{alpha:g}"), alpha, files, copied))
     return Merged(list(places), notes)
 
 
-def _terms(recipe: Recipe, opened: Mapping[Path, Model]) -> list[_Term]:
-    return [
-        _Term(
-            opened[one.plus],
-            opened[one.minus] if one.minus else None,
-            one.weight,
-            one.plus.is_file(),
-        )
-        for one in recipe.vectors
-    ]
-
-
-def write_index_if_several(folder: Path, parts: Sequence[File]) -> None:
-    if len(parts) > 1:
-        write_index(folder, parts)
-
-
+@dataclass(frozen=True)
 class _Pass:
-    """One pass over all pieces of all tensors."""
-
-    def __init__(
-        self,
-        base: Weights,
-        terms: Sequence[_Term],
-        alphas: Sequence[float],
-        names: Mapping[Path, Names],
-        allow_not_finite: bool,
-        report: Report,
-        vector: VectorWriter | None,
-    ) -> None:
-        self._base = base
-        self._terms = terms
-        self._alphas = alphas
-        self._names = names
-        self._allow_not_finite = allow_not_finite
-        self._report = report
-        self._vector_writer = vector
+    base: Weights
+    terms: Sequence[_Term]
+    alphas: Sequence[float]
+    names: Mapping[Path, Names]
+    allow_not_finite: bool
+    report: Report
+    vector: _Vector | None
 
     def run(self, folders: Sequence[Path]) -> list[dict[str, str]]:
         """Writes the weights of each alpha; returns for each the sha256 of its files."""
         digests: list[dict[str, str]] = [{} for _ in folders]
-        for part in self._base.parts:
+        for part in self.base.parts:
             with ExitStack() as stack:
                 writers = [WeightsWriter(folder / part.path.name, part) for folder in folders]
                 for writer in writers:
@@ -260,8 +214,9 @@ class _Pass:
                     self._write(tensor, writers)
                 for writer, files in zip(writers, digests, strict=True):
                     files[part.path.name] = writer.close()
-        if self._vector_writer is not None:
-            self._vector_writer.close()
+        if self.vector is not None:
+            with storing(self.vector.path):
+                self.vector.writer.close()
         return digests
 
     def _write(self, tensor: Tensor, writers: Sequence[WeightsWriter]) -> None:
@@ -273,25 +228,26 @@ class _Pass:
                 data = self._common(tensor, begin, end)
                 for writer in writers:
                     writer.write(data)
-            self._report((end - begin) * row_bytes)
+            self.report((end - begin) * row_bytes)
 
     def _write_merged(
         self, tensor: Tensor, begin: int, end: int, writers: Sequence[WeightsWriter]
     ) -> None:
-        base = self._base.values(tensor.name, begin, end)
-        vectors = [self._vector(term, tensor, base, begin, end) for term in self._terms]
-        if self._vector_writer is not None:
-            dtype = self._vector_writer.dtypes[tensor.name]
-            total = combined([term.weight for term in self._terms], vectors, base, dtype)
+        base = self.base.values(tensor.name, begin, end)
+        vectors = [self._vector(term, tensor, base, begin, end) for term in self.terms]
+        if self.vector is not None:
+            dtype = self.vector.dtypes[tensor.name]
+            total = combined([term.weight for term in self.terms], vectors, base, dtype)
             self._check_finite(total, tensor.name, dtype, "the difference")
-            self._vector_writer.write(total)
-        for alpha, writer in zip(self._alphas, writers, strict=True):
-            stored = encoded(_sum(base, self._terms, vectors, alpha), tensor.dtype)
+            with storing(self.vector.path):
+                self.vector.writer.write(total)
+        for alpha, writer in zip(self.alphas, writers, strict=True):
+            stored = encoded(_sum(base, self.terms, vectors, alpha), tensor.dtype)
             self._check_finite(stored, tensor.name, tensor.dtype, f"alpha {alpha:g}")
             writer.write(stored)
 
     def _check_finite(self, stored: NDArray[Any], name: str, dtype: str, where: str) -> None:
-        if not self._allow_not_finite and not all_finite(stored, dtype):
+        if not self.allow_not_finite and not all_finite(stored, dtype):
             raise InputError(
                 f"{name} has values that are not finite {dtype}, with {where}.",
                 hint="Take a smaller alpha, or look for NaNs in the inputs; "
@@ -312,14 +268,14 @@ class _Pass:
         return difference
 
     def _values(self, model: Model, tensor: Tensor, begin: int, end: int) -> Floats | None:
-        name = self._names[model.folder][tensor.name]
+        name = self.names[model.folder][tensor.name]
         return None if name is None else model.values(name, begin, end)
 
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
-        data = self._base.raw(tensor.name, begin, end)
-        models = [(term.plus, term.minus) for term in self._terms if not term.is_vector]
+        data = self.base.raw(tensor.name, begin, end)
+        models = [(term.plus, term.minus) for term in self.terms if not term.is_vector]
         for model in [one for pair in models for one in pair if one]:
-            name = self._names[model.folder][tensor.name]
+            name = self.names[model.folder][tensor.name]
             if name is not None and model.raw(name, begin, end) != data:
                 raise InputError(
                     f"{tensor} holds other numbers in {model.folder.name} than in the base.",
@@ -361,9 +317,7 @@ def _opened_base(folder: Path) -> Weights:
 def _open_others(
     recipe: Recipe, base: Weights, stack: ExitStack
 ) -> tuple[dict[Path, Model], list[str]]:
-    """Opens every folder of the recipe but the base once; returns notes on the bases of
-    adapters.
-    """
+    """Opens every folder but the base once; returns notes on the bases of adapters."""
     notes: list[str] = []
     open_weights = functools.cache(lambda folder: stack.enter_context(Weights(folder)))
     opened: dict[Path, Model] = {}

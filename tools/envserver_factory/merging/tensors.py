@@ -86,8 +86,6 @@ _LENGTH: Final = 8
 
 @dataclass(frozen=True)
 class Tensor:
-    """The place of a tensor."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -96,17 +94,14 @@ class Tensor:
 
     @property
     def rows(self) -> int:
-        """Returns its length along the first axis; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_size(self) -> int:
-        """Returns the numbers in a row."""
         return math.prod(self.shape[1:])
 
     @property
     def size(self) -> int:
-        """Returns its size in bytes."""
         return self.rows * self.row_size * SIZES[self.dtype]
 
     @property
@@ -125,7 +120,7 @@ class Model(Protocol):
 
     @property
     def described_by(self) -> Path:
-        """Returns the folder with its config.json."""
+        """The folder with its config.json."""
 
     @property
     def tensors(self) -> Mapping[str, Tensor]: ...
@@ -142,8 +137,6 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class File:
-    """One safetensors file; its tensors in file order."""
-
     path: Path
     tensors: tuple[Tensor, ...]
     metadata: Mapping[str, str]
@@ -197,7 +190,6 @@ class Weights:
 
 
 def read_header(path: Path) -> File:
-    """Reads the header of a safetensors file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -264,7 +256,6 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Reads the index of a sharded model: tensor -> file."""
     path = folder / INDEX
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -325,8 +316,6 @@ class _Pair:
 
 
 class Adapted:
-    """A model with an adapter merged in; see `Model`."""
-
     def __init__(self, folder: Path, below: Model) -> None:
         self.folder = folder
         self.described_by = below.described_by
@@ -349,7 +338,6 @@ class Adapted:
         return [self.folder / _WEIGHTS, *self._below.files()]
 
     def raw(self, name: str, begin: int, end: int) -> bytes:
-        """See `Model`; for tensors that the adapter does not change."""
         return self._below.raw(name, begin, end)
 
     def values(self, name: str, begin: int, end: int) -> Floats:
@@ -425,19 +413,22 @@ class Adapted:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Returns whether a folder holds an adapter rather than a model."""
     return (folder / CONFIG).is_file()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Reads adapter_config.json. Raises InputError: it cannot be read."""
+    return read_object(folder / CONFIG)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object."""
     try:
-        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        raise ValueError("it is not an object")
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder / CONFIG} cannot be read: {error}.") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{folder / CONFIG} is not an object.")
-    return found
+        raise InputError(f"{path} cannot be read: {error}.") from error
 
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:

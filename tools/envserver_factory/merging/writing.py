@@ -1,8 +1,8 @@
-"""Writes merged weights: safetensors files in pieces, folders that appear when complete.
+"""What is merged (`Recipe`), and how it is written: in pieces; folders appear when complete.
 
-In: the description of each file, then the numbers in that order. Out: files with the layout of the
-base's. A folder gets its name only when all of it is on disk; an aborted merge leaves nothing but
-the folders that existed before.
+A recipe is `base + alpha * (w1 * (plus1 - minus1) + w2 * (plus2 - minus2) + ...)`: task arithmetic
+(Ilharco et al., "Editing Models with Task Arithmetic", 2022). An aborted merge
+leaves nothing but the folders that existed before.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -23,16 +24,86 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from envserver_records.errors import ConflictError, StoreError, StoreFull
+from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from envserver_records.files import replace_folder, sync_tree
 
 from envserver.version import __version__
 
-from .recipe import Recipe
 from .tensors import INDEX, File, Model
 
+
+@dataclass(frozen=True)
+class Vector:
+    """A difference of two models and its weight; `minus` None stands for the base.
+
+    `plus` may also be the file of a task vector, which is the difference itself.
+    """
+
+    plus: Path
+    minus: Path | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    base: Path
+    vectors: tuple[Vector, ...]
+    alphas: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        if not self.vectors:
+            raise ConfigError(
+                "Nothing is to be added to the base.",
+                hint="--rl DIR --sft DIR adds alpha * (rl - sft); --add DIR=0.3 adds a part of "
+                "what DIR has beyond the base.",
+            )
+        if not self.alphas or len(set(self.alphas)) < len(self.alphas):
+            raise ConfigError("--alpha needs numbers, each once.")
+        for vector in self.vectors:
+            if vector.minus is not None and (vector.plus.is_file() or vector.minus.is_file()):
+                raise ConfigError(
+                    "--rl and --sft take models; a task vector is a difference already.",
+                    hint="Add it with --add FILE.",
+                )
+        for number in (*self.alphas, *(vector.weight for vector in self.vectors)):
+            if not math.isfinite(number):
+                raise ConfigError(f"{number} is not a weight: it must be finite.")
+
+    def formula(self, alpha: str = "alpha") -> str:
+        inside = self.difference()
+        return f"{self.base.name} + {alpha} * {inside if len(self.vectors) == 1 else f'({inside})'}"
+
+    def difference(self) -> str:
+        return " + ".join(
+            f"{'' if one.weight == 1 else f'{one.weight:g} * '}{self._difference(one)}"
+            for one in self.vectors
+        )
+
+    def _difference(self, vector: Vector) -> str:
+        if vector.plus.is_file():
+            return vector.plus.name
+        return f"({vector.plus.name} - {(vector.minus or self.base).name})"
+
+
+def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
+    """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; weight 1 without
+    `=`.
+    """
+    vectors = []
+    for word in words:
+        folder, equals, weight = word.rpartition("=")
+        if not equals:
+            folder, weight = word, "1"
+        try:
+            vectors.append(Vector(Path(folder), None, float(weight)))
+        except ValueError as error:
+            raise ConfigError(
+                f"--add {word}: {weight!r} is not a number.", hint="For example: --add DIR=0.3"
+            ) from error
+    return tuple(vectors)
+
+
 RECIPE: Final = "merge.json"
-"""Name of the machine-readable recipe in each merged folder."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ALIGNMENT: Final = 8
 _UNFINISHED: Final = ".merging-"
@@ -40,11 +111,7 @@ _YOUNG_SECONDS: Final = 10
 
 
 class WeightsWriter:
-    """Writes one safetensors file; `write` takes the tensors' bytes in order.
-
-    Args:
-        like: the file whose names, dtypes, shapes, order and metadata are used.
-    """
+    """Writes the bytes of tensors in order, into a file with the header of `like`."""
 
     def __init__(self, path: Path, like: File) -> None:
         self.path = path
@@ -54,13 +121,11 @@ class WeightsWriter:
         self._put(_header(like))
 
     def write(self, data: Any) -> None:
-        """Writes the next bytes (anything with a buffer)."""
         view = memoryview(data).cast("B")
         self._missing -= len(view)
         self._put(view)
 
     def close(self) -> str:
-        """Syncs the file to disk; returns its sha256."""
         if self._missing:
             raise ValueError(f"{self.path.name} lacks {self._missing} bytes")
         os.fsync(self._file.fileno())
@@ -94,7 +159,6 @@ def _header(like: File) -> bytes:
 
 
 def write_index(folder: Path, files: Sequence[File]) -> None:
-    """Writes the index of shards, where there are several."""
     tensors = [tensor for file in files for tensor in file.tensors]
     index = {
         "metadata": {"total_size": sum(tensor.size for tensor in tensors)},
@@ -104,9 +168,7 @@ def write_index(folder: Path, files: Sequence[File]) -> None:
 
 
 def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
-    """Checks that all of `places` are free and the disk has `size` bytes, after removing leftovers
-    of killed merges.
-    """
+    """Checks that `places` are free and the disk has `size` bytes; removes leftovers."""
     for place in places:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
         ours = (place / RECIPE).is_file()
@@ -133,9 +195,7 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
 
 @contextmanager
 def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
-    """Yields folders that become `places` (all of one parent) at the end; after an error nothing
-    of them remains.
-    """
+    """Yields folders that become `places` (all of one parent) at the end, or nothing."""
     if not places:
         yield []
         return
@@ -209,11 +269,7 @@ _TEMPLATES: Final = "additional_chat_templates"
 
 
 def copy_rest(base: Path, folder: Path) -> list[str]:
-    """Copies config, tokenizer, chat template and generation config: all but the weights.
-
-    Returns:
-        Names of the files.
-    """
+    """Copies all but the weights: config, tokenizer, template; returns the names."""
     copied = []
     for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
         if path.is_file() and not any(path.match(pattern) for pattern in _OURS):
@@ -235,19 +291,10 @@ _DIGITS: Final = 16
 
 
 @dataclass(frozen=True)
-class Input:
-    """An input model: its part (base, rl, ...), the folder's name, sha256 by file."""
-
-    name: str
-    files: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Facts:
-    """The common facts of all models of one merge."""
-
     method: str
-    inputs: list[Input]
+    inputs: list[dict[str, Any]]
+    """Each with the folder's name, and the sha256 of its files."""
     vectors: list[dict[str, Any]]
     notes: list[str]
     versions: dict[str, str]
@@ -255,9 +302,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Made:
-    """One merged model: its formula, alpha, sha256 of its weights, and files copied from the
-    base.
-    """
+    """One merged model: sha256 of its weights, and names of files copied from the base."""
 
     formula: str
     alpha: float | None
@@ -279,9 +324,8 @@ def facts_of(
     for folder, model in models.items():
         for path in model.files():
             digests[path] = digests.get(path) or digest_of(path)
-        inputs.append(
-            Input(_name(folder), {_file(folder, path): digests[path] for path in model.files()})
-        )
+        files = {_file(folder, path): digests[path] for path in model.files()}
+        inputs.append({"name": _name(folder), "files": files})
     vectors = [
         {
             "plus": _name(one.plus),
@@ -295,7 +339,6 @@ def facts_of(
 
 
 def write_card(folder: Path, facts: Facts, made: Made) -> None:
-    """Writes README.md and merge.json into a merged model's folder."""
     recipe = {**asdict(facts), **asdict(made)}
     text = json.dumps(recipe, indent=2, ensure_ascii=False) + "\n"
     (folder / RECIPE).write_text(text, encoding="utf-8")
@@ -321,9 +364,9 @@ def _card(facts: Facts, made: Made) -> str:
         ]
     lines += ["| input | weights | sha256 |", "|---|---|---|"]
     lines += [
-        f"| {one.name} | {file} | `{digest[:_DIGITS]}` |"
-        for one in facts.inputs
-        for file, digest in one.files.items()
+        f"| {model['name']} | {file} | `{digest[:_DIGITS]}` |"
+        for model in facts.inputs
+        for file, digest in model["files"].items()
     ]
     lines += ["", *(f"- {note}." for note in facts.notes), *([""] if facts.notes else [])]
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())

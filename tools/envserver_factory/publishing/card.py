@@ -1,8 +1,7 @@
 """The data card of an export for the Hugging Face hub: `README.md` in its folder.
 
-In: the kept rollouts as they pass, and the caller's settings. Out: a card with its YAML header. It
-names no path, user or password of this machine; names from the data can neither end the header nor
-become markup; unstated facts (the license) stay open.
+It names no path, user or password of this machine; names from the data can neither end the header
+nor become markup; unstated facts (the license) stay open.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import yaml
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
 
-from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed, writer_of
+from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed
 from ..exporting.html import RunFacts
 
 CARD: Final = "README.md"
@@ -46,8 +45,6 @@ _ABOUT: Final = {
 
 @dataclass(frozen=True)
 class Asked:
-    """The caller's settings."""
-
     title: str
     sources: Sequence[str]
     filter: dict[str, Any] = field(default_factory=dict)
@@ -55,33 +52,25 @@ class Asked:
     against_words: int = 0
 
 
-class WithCard:
+class WithCard(Format):
     """Adds a card to the folder of another format."""
 
     def __init__(self, format: Format, asked: Asked) -> None:
+        super().__init__(format.options)
         self.name, self.suffix = format.name, format.suffix
         self._format = format
         self._asked = asked
         self._facts = RunFacts()
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        """Returns the rows of the other format."""
         self._facts.add(group, kept)
         yield from self._format.rows(group, kept)
 
     def writer(self) -> Writer:
-        """Returns the writer of the other format; it writes the card at the end."""
-        return _WriterWithCard(writer_of(self._format), self._format, self._asked, self._facts)
-
-
-class _WriterWithCard:
-    def __init__(self, writer: Writer, format: Format, asked: Asked, facts: RunFacts) -> None:
-        self._writer = writer
-        self._format = format
-        self._asked = asked
-        self._facts = facts
+        self._writer = self._format.writer()
         self._columns: dict[str, set[str]] = {}
         self._rows = 0
+        return self
 
     def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
@@ -98,7 +87,9 @@ class _WriterWithCard:
         written = self._writer.close()
         columns = {name: " or ".join(sorted(kinds)) for name, kinds in self._columns.items()}
         if self._format.name == "parquet":
-            columns = _parquet_columns()
+            from ..exporting.parquet import schema
+
+            columns = {column.name: str(column.type) for column in schema()}
         text = card(
             self._facts,
             self._asked,
@@ -123,7 +114,6 @@ def card(
     rows: int,
     shards: Sequence[str],
 ) -> str:
-    """Returns the text of the card."""
     header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
     versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
     parts = [
@@ -165,8 +155,7 @@ def card(
 
 
 def public_name(source: str) -> str:
-    """Returns what may be published about a source: a file's or folder's name, a URL's host and
-    last part."""
+    """Returns what may be published of a source: a file's name, a URL's host and last part."""
     if "://" not in source:
         return Path(source).name or source
     parts = urlsplit(source)
@@ -227,12 +216,6 @@ def _decontamination(asked: Asked) -> str:
         return "None was done."
     names = _names(asked.against)
     return f"No rollout has {asked.against_words} words in a row in common with {names}."
-
-
-def _parquet_columns() -> dict[str, str]:
-    from ..exporting.parquet import schema
-
-    return {one.name: str(one.type) for one in schema()}
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

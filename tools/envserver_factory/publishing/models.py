@@ -1,14 +1,9 @@
-"""Publishes a model or a LoRA adapter to the Hugging Face hub: exactly the files of a plan. And
-`upload`, which copies or pushes an export's folder.
+"""Publishes a model or a LoRA adapter to the Hugging Face hub; `upload` copies or pushes folders.
 
-In: a finished folder. Out: a `Plan` that names each file that would be uploaded, with its size and
-sha256, and each that would not, with the reason; then one commit. Only files that loading or
-understanding a model needs are in a plan, never optimizer states or checkpoints; a file that looks
-as if it had a secret in it ends the planning; a repository is made as private unless the caller
-says otherwise, and a public one is refused then.
-
-The hub library handles the token (HF_TOKEN, or the one of `hf auth login`); it is never read,
-written or shown here.
+A `Plan` names each file that would be uploaded, with its size and sha256, and each that would not,
+with the reason. Only files that loading or understanding a model needs are in it, never optimizer
+states; a file that looks as if it had a secret in it ends the planning; a repository is private
+unless the caller says otherwise. The hub library handles the token; it is never read or shown here.
 """
 
 from __future__ import annotations
@@ -40,12 +35,9 @@ _HEADER: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*\r?\n?", re.DOTALL | re.M
 
 @dataclass(frozen=True)
 class Result:
-    """The evaluation of a model on one environment.
+    """The evaluation of a model on one environment: tasks and attempts that count.
 
-    Args:
-        tasks, attempts: numbers of those that count.
-        mean_reward: the mean over tasks; `low`, `high`: its 95 % interval, None for one task.
-        pass_at: pass@k by k.
+    `low` and `high` are the 95 % interval of the mean over tasks, None for one task.
     """
 
     environment: str
@@ -59,7 +51,6 @@ class Result:
 
 
 def with_results(text: str, name: str, results: Sequence[Result]) -> str:
-    """Returns a card with the results in it."""
     header, body = split_card(text)
     others = [one for one in _entries(header) if not _is_ours(one)]
     entries = [*others, *map(_entry, results)]
@@ -83,7 +74,6 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
 
 
 def joined_card(header: Mapping[str, Any], body: str) -> str:
-    """Returns the text of a card."""
     header_text = yaml.safe_dump(dict(header), sort_keys=False, allow_unicode=True)
     return f"---\n{header_text}---\n\n{body.lstrip(chr(10))}"
 
@@ -186,14 +176,7 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class Plan:
-    """What would be published.
-
-    Args:
-        repository: OWNER/NAME.
-        files: the files of the commit.
-        left_out: files of the folder that stay here: name -> reason.
-        private: make the repository as private, and refuse a public one.
-    """
+    """What would be published to OWNER/NAME; `left_out`: name -> reason."""
 
     repository: str
     files: Sequence[PlannedFile]
@@ -202,7 +185,6 @@ class Plan:
 
     @property
     def card(self) -> str:
-        """The text of the model card as it would be uploaded."""
         [content] = [one.content for one in self.files if one.name == _CARD]
         assert isinstance(content, bytes)
         return content.decode()
@@ -230,14 +212,7 @@ def plan(
 
 
 def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> str:
-    """Uploads the files of a plan in one commit; returns the address of the commit."""
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ConfigError(
-            f"Publishing needs huggingface_hub, which cannot be imported: {error}.",
-            hint=install_command("data"),
-        ) from error
+    hub = _library("huggingface_hub", "Publishing")
     api = hub.HfApi()
     name = planned.repository
     operations = [
@@ -250,7 +225,7 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
         api.create_repo(name, repo_type="model", private=planned.private, exist_ok=True)
         is_private = api.model_info(name).private
     except Exception as error:
-        raise _refused(name, error) from error
+        raise _refused(f"{name} cannot be published", error) from error
     if planned.private and not is_private:
         raise ConfigError(
             f"{name} exists on the hub and is public: nothing was uploaded.",
@@ -259,7 +234,7 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
     try:
         done = api.create_commit(name, operations, commit_message=message, repo_type="model")
     except Exception as error:
-        raise _refused(name, error) from error
+        raise _refused(f"{name} cannot be published", error) from error
     return str(done.commit_url)
 
 
@@ -322,8 +297,7 @@ def _changed(
     base_model: str | None,
     license: str | None,
 ) -> dict[str, bytes]:
-    """Returns the contents that are not uploaded as they are: the card, and configs that name a
-    folder of this machine."""
+    """Returns the card, and configs that name a folder of this machine, as they are uploaded."""
     made: dict[str, bytes] = {}
     for name, key in (
         ("config.json", "_name_or_path"),
@@ -422,11 +396,6 @@ def _object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refused(name: str, error: Exception) -> StoreError:
-    reason = " ".join(str(error).split())[:300]
-    return StoreError(f"{name} cannot be published: {type(error).__name__}: {reason}")
-
-
 # Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a
 # data set on the hub (`hf://datasets/owner/name`, or with a folder after it), in one commit. The
 # file that describes the folder goes last: where it is, everything is. The hub library handles the
@@ -441,11 +410,7 @@ OnProgress = Callable[[str], None]
 def upload(
     folder: Path, target: str, *, on_progress: OnProgress = lambda address: None
 ) -> list[str]:
-    """Copies all files of `folder` to `target`; files of the same names are replaced.
-
-    Returns:
-        The addresses of the files.
-    """
+    """Copies all files to `target`, replacing those of the same names; returns their addresses."""
     files = sorted(
         (path for path in folder.rglob("*") if path.is_file()),
         key=lambda path: (path.name in _LAST, str(path)),
@@ -461,10 +426,9 @@ def upload(
 
 
 def check_target(target: str) -> None:
-    """Checks a target."""
     if target.startswith(HUB):
         _data_set(target)
-        _library("huggingface_hub", target)
+        _library("huggingface_hub", f"Uploading to {target}")
     elif "://" in target:
         _file_system(target)
 
@@ -493,14 +457,14 @@ def _to_url(folder: Path, files: list[Path], target: str, on_progress: OnProgres
             system.makedirs(place.rpartition("/")[0], exist_ok=True)
             system.put_file(str(path), place)
         except Exception as error:
-            raise _hub_refused(target, error) from error
+            raise _refused(f"{target} cannot be written", error) from error
         addresses.append(str(system.unstrip_protocol(place)))
         on_progress(addresses[-1])
     return addresses
 
 
 def _file_system(target: str) -> tuple[Any, str]:
-    fsspec = _library("fsspec.core", target)
+    fsspec = _library("fsspec.core", f"Uploading to {target}")
     try:
         system, root = fsspec.url_to_fs(target)
     except (ImportError, ValueError) as error:
@@ -510,7 +474,7 @@ def _file_system(target: str) -> tuple[Any, str]:
 
 def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
     name, below = _data_set(target)
-    api = _library("huggingface_hub", target).HfApi()
+    api = _library("huggingface_hub", f"Uploading to {target}").HfApi()
     try:
         api.create_repo(name, repo_type="dataset", private=True, exist_ok=True)
         api.upload_folder(
@@ -521,7 +485,7 @@ def _to_hub(folder: Path, files: list[Path], target: str) -> list[str]:
             commit_message="Data written by envserver",
         )
     except Exception as error:
-        raise _hub_refused(target, error) from error
+        raise _refused(f"{target} cannot be written", error) from error
     root = f"{HUB}datasets/{name}" + (f"/{below}" if below else "")
     return [f"{root}/{path.relative_to(folder).as_posix()}" for path in files]
 
@@ -533,24 +497,23 @@ def _data_set(target: str) -> tuple[str, str]:
     return "/".join(parts[1:3]), "/".join(parts[3:])
 
 
-def _library(name: str, target: str) -> Any:
+def _library(name: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
         library = name.partition(".")[0]
         raise ConfigError(
-            f"Uploading to {target} needs {library}, which cannot be imported: {error}.",
+            f"{what} needs {library}, which cannot be imported: {error}.",
             hint=install_command("data"),
         ) from error
 
 
-def _hub_refused(target: str, error: Exception) -> StoreError:
+def _refused(what: str, error: Exception) -> StoreError:
     reason = " ".join(str(error).split())[:300]
-    return StoreError(f"{target} cannot be written: {type(error).__name__}: {reason}")
+    return StoreError(f"{what}: {type(error).__name__}: {reason}")
 
 
 def check_name(name: str) -> None:
-    """Checks the name of a data set."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"--push_to_hub: {name!r} is not a name of a data set.", hint="Write OWNER/NAME."
@@ -559,11 +522,7 @@ def check_name(name: str) -> None:
 
 
 def push(folder: Path, name: str) -> str:
-    """Uploads `folder` in one commit; a missing data set is created as private.
-
-    Returns:
-        Its address.
-    """
+    """Uploads `folder` in one commit to a data set, private if it is new; returns its address."""
     upload(folder, _target(name))
     return _target(name)
 

@@ -1,8 +1,7 @@
 """Writes the package of a new environment: `envserver init my-env --kind tools`.
 
-In: a name, a kind and a folder. Out: a Python package that works at once: an environment, rows, a
-test, a README with its card, and a `pyproject.toml` with the entry point. The environments of the
-kinds are modules of `kinds`, checked like our own code; `package` has the files around them.
+The environments of the kinds are modules of `kinds`, checked like our own code; `package` has the
+files around them.
 """
 
 from __future__ import annotations
@@ -14,11 +13,92 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from envserver_records.errors import ConfigError, ConflictError
 
-from .rows import ROWS
+_CAPITALS = (
+    ("Which city is the capital of Italy?", "Rome"),
+    ("Which planet is nearest to the sun?", "Mercury"),
+    ("What do bees make?", "Honey"),
+    ("Which metal is liquid at room temperature?", "Mercury"),
+    ("How many legs has a spider, as a word?", "Eight"),
+)
+_BASKETS = (
+    ({"apple": 2, "pear": 1}, 10),
+    ({"melon": 1, "apple": 3}, 20),
+    ({"pear": 5}, 20),
+    ({"apple": 1, "pear": 1, "melon": 1}, 18),
+)
+_PROGRAMS = (
+    (
+        "Read a number, print its double.",
+        "print(int(input()) * 2)",
+        (("4", "8"), ("0", "0"), ("-7", "-14")),
+    ),
+    (
+        "Read a line, print it backwards.",
+        "print(input()[::-1])",
+        (("abc", "cba"), ("level up", "pu level"), ("x", "x")),
+    ),
+    (
+        "Read numbers separated by spaces, print the largest.",
+        "print(max(map(int, input().split())))",
+        (("3 9 2", "9"), ("-5 -2", "-2"), ("7", "7")),
+    ),
+)
+_TEXTS = (
+    (
+        "The ferry to the island leaves at nine. On Sundays, when fewer people travel, it leaves "
+        "at ten, and in winter it does not run at all.",
+        ["ferry", "winter"],
+        "The ferry leaves at nine or ten, and never in winter.",
+    ),
+    (
+        "Ada repairs clocks. She learned it from her aunt, who had a shop by the harbour, and she "
+        "still uses the same lamp and the same small hammer.",
+        ["ada", "clocks"],
+        "Ada repairs clocks with the tools of her aunt.",
+    ),
+    (
+        "The garden was full of snails this spring. A family of hedgehogs moved in during May, and "
+        "by June there was not one snail left.",
+        ["snails", "hedgehogs"],
+        "Hedgehogs ate all the snails of the garden.",
+    ),
+)
+
+
+def _basket(items: dict[str, int], answer: int) -> dict[str, Any]:
+    named = [f"{count} {item}{'s' if count > 1 else ''}" for item, count in items.items()]
+    question = f"What do {' and '.join(named)} cost together? Ask for the prices."
+    listed = [{"item": item, "count": count} for item, count in items.items()]
+    return {"question": question, "answer": answer, "items": listed}
+
+
+_QUESTIONS = [{"question": question, "answer": answer} for question, answer in _CAPITALS]
+_SHOPPING = [_basket(*basket) for basket in _BASKETS]
+
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "single": _QUESTIONS,
+    "tools": _SHOPPING,
+    "multi-agent": _QUESTIONS,
+    "sandbox": [
+        {
+            "question": question,
+            "solution": solution,
+            "cases": [{"input": given, "output": wanted} for given, wanted in cases],
+        }
+        for question, solution, cases in _PROGRAMS
+    ],
+    "judge": [
+        {"text": text, "words": words, "summary": summary} for text, words, summary in _TEXTS
+    ],
+    "game": [{"most": 100, "secret": secret} for secret in (7, 42, 64, 91)],
+    "smolagents": _SHOPPING,
+}
+
 
 _HERE = Path(__file__).parent
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
@@ -26,14 +106,9 @@ _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of environment.
+    """A kind of environment; `scoring` and `reward` are for the card.
 
-    Args:
-        about: what its agents do, in a line.
-        scoring: how it is scored, for the card.
-        reward: how its rewards are spread, for the card.
-        isolation: as in `Environment.isolation`.
-        requires: what it needs besides envserver.
+    `isolation` is that of `Environment`; `requires`: what it needs besides envserver.
     """
 
     about: str
@@ -75,11 +150,7 @@ KINDS = {
 
 
 def create(name: str, kind: str, parent: Path) -> list[Path]:
-    """Writes the package `name` below `parent`.
-
-    Returns:
-        The files that it wrote.
-    """
+    """Writes the package `name` below `parent`; returns its files."""
     package = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(package):
         raise ConfigError(
@@ -101,7 +172,6 @@ def create(name: str, kind: str, parent: Path) -> list[Path]:
 
 
 def files(name: str, kind: str) -> Iterator[tuple[str, str]]:
-    """Yields the path and the text of each file of the package `name`."""
     package = name.replace("-", "_")
     title = "".join(part.capitalize() for part in package.split("_"))
 

@@ -1,9 +1,7 @@
-"""Builds rows for each tool from unified trajectories: OUT/TOOL/train.jsonl, val.jsonl,
-SUMMARY.json.
+"""Builds rows for each tool from unified trajectories: OUT/TOOL/train.jsonl, val.jsonl, summary.
 
-In: files of trajectories, and templates. Out: one row for each action whose tool has a template,
-{"tool", "instruction", "output", "meta": {"task_id", "domain", "step"}}, or the same as
-conversations. `folder` gives the order of rows; each row takes a few bytes of memory.
+A row is {"tool", "instruction", "output", "meta": {"task_id", "domain", "step"}}, or the same as a
+conversation; each takes a few bytes of memory.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from envserver.folders import shipped
 
-from ..trajectories.documents import Document, objects
-from .folder import (
+from ..trajectories import Document, objects
+from . import (
     Held,
     Spool,
     new_folder,
@@ -55,8 +53,6 @@ _OUTPUT, _INPUT, _CALL = "action_output", "action_input.", "action_call"
 
 
 class Postprocess(BaseModel):
-    """The processing of a response."""
-
     model_config = ConfigDict(extra="forbid")
 
     keep_first_bash_block: bool = False
@@ -64,8 +60,6 @@ class Postprocess(BaseModel):
 
 
 class Template(BaseModel):
-    """The template that turns one tool's actions into rows."""
-
     model_config = ConfigDict(extra="forbid")
 
     instruction: str = Field(min_length=1)
@@ -87,8 +81,6 @@ class Template(BaseModel):
 
 
 class Templates(BaseModel):
-    """The file of templates."""
-
     model_config = ConfigDict(extra="forbid")
 
     tools: dict[str, Template]
@@ -107,12 +99,9 @@ class Templates(BaseModel):
 
 @dataclass(frozen=True)
 class Shown:
-    """Additional content of a prompt.
+    """Fills {context} with the outputs of earlier actions, {notes} with those of earlier hops.
 
-    Args:
-        context: fill {context} with the outputs of earlier actions, a paragraph each.
-        notes: fill {notes} with the outputs of earlier hops, a line each.
-        characters: maximum characters of each; the last ones are kept.
+    `characters` is the maximum of each; the last ones are kept.
     """
 
     context: bool = False
@@ -129,27 +118,23 @@ def read_templates(path: Path) -> Templates:
         value = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
-    return templates_of(value, str(path))
-
-
-def templates_of(value: Any, where: str = "The templates") -> Templates:
-    """Validates templates. Raises ConfigError as `read_templates`."""
     try:
         return Templates.model_validate(value)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the top"
-        raise ConfigError(f"{where}: {place}: {first['msg']}.") from error
+        raise ConfigError(f"{path}: {place}: {first['msg']}.") from error
 
 
 def instruction_of(
     template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
 ) -> str | None:
-    """Returns the model's instruction; None if a placeholder in it is empty that must not be."""
+    """Returns the model's instruction; None if a placeholder is empty that must not be."""
+    hops = [action for action in before if action.get("tool") == HOP]
     values = {
         "question": trajectory.get("question") or "",
-        "context": _context(before, shown.characters) if shown.context else "",
-        "notes": _notes(before, shown.characters) if shown.notes else "",
+        "context": _outputs(before, "\n\n", shown.characters) if shown.context else "",
+        "notes": _outputs(hops, "\n", shown.characters) if shown.notes else "",
         "path": _found(action, ["path"]),
     }
     used = {name for _, name, _, _ in string.Formatter().parse(template.instruction) if name}
@@ -173,20 +158,13 @@ def response_of(template: Template, action: Json) -> str:
     return said
 
 
-def _context(before: Sequence[Json], characters: int) -> str:
+def _outputs(before: Sequence[Json], between: str, characters: int) -> str:
     said = [_text(action.get("output")).strip() for action in before]
-    return "\n\n".join(text for text in said if text)[-characters:].lstrip()
-
-
-def _notes(before: Sequence[Json], characters: int) -> str:
-    said = [_text(one.get("output")).strip() for one in before if one.get("tool") == HOP]
-    return "\n".join(text for text in said if text)[-characters:].lstrip()
+    return between.join(text for text in said if text)[-characters:].lstrip()
 
 
 def _found(action: Json, names: Sequence[str]) -> str:
-    """Returns what an action's input holds under these names, as text; "" where there is
-    nothing.
-    """
+    """Returns what an action's input holds under these names, as text."""
     value = action.get("input")
     for name in names:
         value = value.get(name) if isinstance(value, dict) else None
@@ -211,15 +189,9 @@ SUMMARY = "SUMMARY.json"
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of rows, and their split.
+    """The choice of rows, and their split; as in `BuildSettings`.
 
-    Args:
-        seed: shuffle seed.
-        val_ratio: held-out share of each tool's rows, rounded down, at least one row.
-        strict_split: a tool's only row is for training; else it is in both parts.
-        group_by: "task_id": all rows of a task are in one part, for all tools.
-        min_reward: only trajectories with at least this reward; those without a reward are left
-        out. form: rows, or messages.
+    Trajectories without a reward are below every `min_reward`.
     """
 
     seed: int = 123
@@ -233,15 +205,10 @@ class Choice:
 
 @dataclass
 class Report:
-    """Counts of a build.
+    """Counts of a build; `summary`: {tool: {"train", "val"}}; `yields`: {domain: {tool: rows}}.
 
-    Args:
-        summary: {tool: {"train", "val"}}: numbers of rows.
-        read, below: trajectories; those whose reward was too low.
-        without_template, empty: actions without a row.
-        errors: actions that failed or were refused, which nobody should learn.
-        blank: rows left out because a placeholder of their instruction was empty.
-        yields: {domain: {tool: rows}}.
+    `below`: trajectories with too low a reward. Actions without a row: without a template, `empty`,
+    `errors` (failed or refused: nothing to learn from), `blank` (an empty placeholder).
     """
 
     summary: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -294,7 +261,6 @@ def rows_of(
     *,
     report: Report | None = None,
 ) -> Iterator[Json]:
-    """Yields the rows of one trajectory, in the order of its actions."""
     choice, report = choice or Choice(), report or Report()
     actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
     domain = str(trajectory.get("domain"))
@@ -327,7 +293,6 @@ def _failed(action: Json) -> bool:
 
 
 def reward_of(trajectory: Json) -> float | None:
-    """Returns its reward; None where it has none."""
     metadata = trajectory.get("metadata")
     reward = metadata.get("reward") if isinstance(metadata, dict) else None
     if isinstance(reward, bool) or not isinstance(reward, (int, float)):
@@ -378,7 +343,7 @@ def _collected(
 
 
 def _task_of(trajectory: Json) -> str:
-    """Returns its task: several rollouts of a task have ids of their own."""
+    """Several rollouts of a task have ids of their own."""
     metadata = trajectory.get("metadata")
     own = metadata.get("task_id") if isinstance(metadata, dict) else None
     return str(trajectory.get("task_id") if own is None else (trajectory.get("domain"), own))

@@ -1,10 +1,11 @@
-"""Converts files of trajectories in any known form to unified trajectories.
+"""Reads trajectories from files, checks them, and converts them to unified trajectories.
 
-In: JSON or JSONL documents, each one of: a unified trajectory; a trace of the text protocol
-(`traces`); a group of `envserver process`; a foreign trajectory; and samples of Inspect's logs
-(`documents`). Out: for each trajectory OUT/DOMAIN/TASK_ID.json, or a line of OUT where that is a
-.jsonl file. Every written trajectory is valid (`problems_of`), task ids are unique, and each
-skipped document is reported with its place and the reason. Known keys of a foreign trajectory:
+A document is a `.json` file, a line of `.jsonl` or a sample of a log of Inspect; an unreadable one
+comes with the reason. Files that describe a folder (MANIFEST.json, SUMMARY.json) are skipped.
+
+Documents are a unified trajectory; a trace of the text protocol; a group of `envserver process`; a
+sample of Inspect's logs; or a foreign trajectory. Every written trajectory is valid, task ids are
+unique, and each skipped document is reported. Known keys of a foreign trajectory:
 
     question      task, question, problem, prompt, query, instruction, title; at the top or deeper
     final_answer  final_answer, final, answer, solution, result, completion; else the assistant's
@@ -14,46 +15,363 @@ skipped document is reported with its place and the reason. Known keys of a fore
                   response, observation, result
     metadata      start_ts, end_ts, model, seed, reward, under their usual names
 
-Everything else is kept: of an action beside its own keys, of the document in `metadata.raw`. A file
-with an action that has no tool, input or output is refused: nothing is invented. The keys that
-ojo1996's VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are among these, with the same
-meaning.
+Everything else is kept: of an action beside its own keys, of the document in `metadata.raw`. An
+action without tool, input and output is refused: nothing is invented. The keys that ojo1996's
+VideoMultiAgents_HOEY reads (convert_to_out_traj_format.py) are among these, with the same meaning.
 """
 
 from __future__ import annotations
 
+import asyncio
+import glob
 import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, NoReturn
 
-from envserver_records.errors import ConfigError, InputError
+from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
 from envserver_records.records import text_of
 
 from envserver.export.stored import group_of
+from envserver.export.stored_sources import opened
 from envserver.export.unified import (
     DOMAINS,
     SCHEMA_VERSION,
     actions_of,
+    json_text,
     problems_of,
     problems_of_trace,
     unified_of_trace,
     write_json,
 )
 
-from ..exporting.formats import Options
-from ..exporting.readable import Unified
-from ..sft_building.folder import as_line
-from .documents import Document, documents, files_of
+from .exporting.formats import Options, Unified
+from .exporting.inspect import LOST, REWARD, STORE, message_of, require_inspect
+from .sft_building import as_line
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document, or why it cannot be read."""
+
+    path: Path
+    line: int | None
+    value: Any
+    problem: str | None
+    bytes: int
+    part: str = ""
+
+    @property
+    def place(self) -> str:
+        """`file.json`, or `file.jsonl, line 7`."""
+        part = self.part if self.line is None else f"line {self.line}"
+        return f"{self.path}, {part}" if part else str(self.path)
+
 
 Json = dict[str, Any]
+
+_VALUES: Final = {
+    "C": 1.0,
+    "P": 0.5,
+    "I": 0.0,
+    "N": 0.0,
+    "yes": 1.0,
+    "true": 1.0,
+    "no": 0.0,
+    "false": 0.0,
+}
+"""Inspect's own values of scores that are text."""
+
+
+def is_inspect_log(value: Any) -> bool:
+    spec = value.get("eval") if isinstance(value, dict) else None
+    return isinstance(spec, dict) and "task" in spec and "status" in value
+
+
+def inspect_documents(path: Path) -> Iterator[Document]:
+    require_inspect()
+    size = path.stat().st_size
+    samples = _samples(path)
+    number = 0
+    while True:
+        try:
+            name, sample = next(samples)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001 - inspect_ai raises what ZIP, JSON, pydantic raise
+            yield Document(path, None, None, f"no log of Inspect: {_why(error)}", size)
+            return
+        number += 1
+        value, problem = _read(sample)
+        if value is not None or problem is not None:
+            yield Document(path, None, value, problem, size if number == 1 else 0, part=name)
+
+
+def _samples(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields each sample with its name; for one that cannot be read the error."""
+    from inspect_ai import log
+    from inspect_ai._util.async_zip import AsyncZipReader
+    from inspect_ai._util.asyncfiles import AsyncFilesystem
+
+    if path.suffix != ".eval":
+        whole = log.read_eval_log(path, format="json", resolve_attachments=True)
+        for sample in whole.samples or ():
+            yield f"sample {sample.id}, epoch {sample.epoch}", sample
+        return
+    summaries = log.read_eval_log_sample_summaries(path, format="eval")
+    with asyncio.Runner() as runner:
+        # One reader for all samples: each new one would read the file's directory again.
+        reader = AsyncZipReader(AsyncFilesystem(), str(path))
+        for summary in summaries:
+            reading = log.read_eval_log_sample_async(
+                str(path), summary.id, summary.epoch, resolve_attachments=True, reader=reader
+            )
+            try:
+                read: Any = runner.run(reading)
+            except Exception as error:  # noqa: BLE001 - as above
+                read = error
+            yield f"sample {summary.id}, epoch {summary.epoch}", read
+
+
+def _read(sample: Any) -> tuple[Any, str | None]:
+    """Returns a sample's document, or why there is none; neither for a lost rollout."""
+    if isinstance(sample, Exception):
+        return None, f"cannot be read: {_why(sample)}"
+    ours = sample.store.get(STORE)
+    try:
+        if ours is not None:
+            return _line(ours, [message_of(one) for one in sample.messages]), None
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        return None, f"its store is not that of a rollout: {_why(error)}"
+    if sample.error is not None:
+        lost = LOST in sample.metadata
+        return None, None if lost else f"ended with an error: {sample.error.message[:200]}"
+    return _foreign(sample), None
+
+
+def _line(ours: Json, messages: list[Json]) -> Json:
+    (rollout,) = ours["envserver"]["rollouts"]
+    rollout = {**rollout, "messages": messages}
+    return {**ours, "envserver": {**ours["envserver"], "rollouts": [rollout]}}
+
+
+def _foreign(sample: Any) -> Json:
+    asked = sample.input if isinstance(sample.input, str) else None
+    name = str(sample.id) if sample.epoch == 1 else f"{sample.id}-epoch-{sample.epoch}"
+    document = {
+        "task_id": name,
+        "question": asked,
+        "messages": [message_of(one) for one in sample.messages],
+        "final_answer": sample.output.completion,
+        "model": sample.output.model,
+        "score": _score(sample),
+        "start_ts": _seconds(sample.started_at),
+        "end_ts": _seconds(sample.completed_at),
+        "target": sample.target,
+        "sample": sample.metadata,
+        "limit": sample.limit.type if sample.limit else None,
+    }
+    return {key: value for key, value in document.items() if value not in (None, "", [], {})}
+
+
+def _score(sample: Any) -> Json:
+    numbers: dict[str, float] = {}
+    for scorer, score in (sample.scores or {}).items():
+        value = score.value
+        parts = value if isinstance(value, dict) else {"": value}
+        for name, part in parts.items():
+            if (number := _number(part)) is not None:
+                numbers[f"{scorer}/{name}" if name else scorer] = number
+    total = numbers.get(REWARD)
+    if total is None and len(numbers) == 1:
+        (total,) = numbers.values()
+    return numbers if total is None else {**numbers, "total": total}
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return _VALUES.get(value, _VALUES.get(value.lower()))
+    if isinstance(value, (bool, int, float)) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".jsonl.zst")
+INSPECT = ".eval"
+MAX_BYTES = 256 << 20
+"""Maximum size of one document."""
+_ABOUT_A_FOLDER = ("MANIFEST.json", "SUMMARY.json", "summary.json")
+
+
+def files_of(sources: Sequence[str]) -> list[Path]:
+    """Returns the files that `sources` name, each once, sorted by path."""
+    found: dict[str, Path] = {}
+    for source in sources:
+        files = list(_files(source))
+        if not files:
+            raise NotFoundError(
+                f"{source!r} names no .json, .jsonl or .eval file.",
+                hint="Give files, folders, or globs in quotes.",
+            )
+        found |= {str(path): path for path in files}
+    return [found[name] for name in sorted(found)]
+
+
+def documents(files: Iterable[Path]) -> Iterator[Document]:
+    """Yields the documents in `files`, one at a time."""
+    for path in files:
+        if path.name.endswith(LINES):
+            yield from _lines(path)
+        elif path.suffix == INSPECT:
+            yield from inspect_documents(path)
+        else:
+            document = _whole(path)
+            is_log = is_inspect_log(document.value)
+            yield from inspect_documents(path) if is_log else [document]
+
+
+def objects(sources: Sequence[str]) -> Iterator[Document]:
+    """Yields the documents of `sources`, all of which must be JSON objects."""
+    for document in documents(files_of(sources)):
+        problem = document.problem
+        if problem is None and not isinstance(document.value, dict):
+            problem = "no JSON object"
+        if problem is not None:
+            raise InputError(f"{document.place}: {problem}.", place=document.place)
+        yield document
+
+
+def _files(source: str) -> Iterator[Path]:
+    path = Path(source)
+    if path.is_dir():
+        yield from (
+            one for one in path.rglob("*") if _is_document(one.relative_to(path)) and one.is_file()
+        )
+    elif path.is_file():
+        yield path
+    elif any(letter in source for letter in "*?["):
+        for name in glob.glob(source, recursive=True):  # noqa: PTH207 - absolute globs, too
+            yield from _files(name) if Path(name).is_dir() else [Path(name)]
+
+
+def _is_document(path: Path) -> bool:
+    if any(part.startswith(".") for part in path.parts) or path.name in _ABOUT_A_FOLDER:
+        return False
+    return path.name.endswith((".json", INSPECT, *LINES)) and ".failures.jsonl" not in path.name
+
+
+def _whole(path: Path) -> Document:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        return Document(path, None, None, f"cannot be read: {error.strerror}", 0)
+    return _parsed(path, None, data)
+
+
+def _lines(path: Path) -> Iterator[Document]:
+    number = 0
+    try:
+        with opened(path) as file:
+            while data := file.readline(MAX_BYTES):
+                number += 1
+                if data.strip():
+                    yield _parsed(path, number, data)
+    except (EnvserverError, OSError) as error:
+        yield Document(path, number + 1, None, f"cannot be read: {error}", 0)
+
+
+def _parsed(path: Path, line: int | None, data: bytes) -> Document:
+    try:
+        text = data.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        problem = f"no UTF-8: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        problem = f"no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+    except ValueError as error:
+        problem = f"no JSON: {error}"
+    except RecursionError:
+        problem = "no JSON: nested too deeply"
+    else:
+        return Document(path, line, value, None, len(data))
+    return Document(path, line, None, problem, len(data))
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the numbers of documents and bytes read so far."""
+Bad = Callable[[str, str], None]
+"""Called with the place of a document (`file.json`; `file.jsonl, line 7`) and a problem."""
+
+
+@dataclass
+class Validation:
+    files: int = 0
+    bad_files: int = 0
+    documents: int = 0
+    bad: int = 0
+
+
+def validate(
+    sources: Sequence[str],
+    *,
+    bad: Bad = lambda place, reason: None,
+    on_progress: OnProgress = lambda count, size: None,
+    domains: Collection[str] = DOMAINS,
+) -> Validation:
+    report = Validation()
+    seen: dict[Path, set[bytes]] = {}
+    wrong: set[Path] = set()
+    size = 0
+    files = files_of(sources)
+    for document in documents(files):
+        report.documents += 1
+        size += document.bytes
+        problems = _problems(document, seen, domains)
+        report.bad += bool(problems)
+        if problems:
+            wrong.add(document.path)
+        for problem in problems:
+            bad(document.place, problem)
+        on_progress(report.documents, size)
+    report.files, report.bad_files = len(files), len(wrong)
+    return report
+
+
+def _problems(
+    document: Document, seen: dict[Path, set[bytes]], domains: Collection[str]
+) -> list[str]:
+    if document.problem is not None:
+        return [document.problem]
+    try:
+        problems = problems_of(document.value, domains=domains)
+    except RecursionError:
+        return ["nested too deeply"]
+    task_id = document.value.get("task_id") if isinstance(document.value, dict) else None
+    if isinstance(task_id, str):
+        among = document.path.parent if document.line is None else document.path
+        digest = hashlib.blake2b(task_id.encode(errors="replace"), digest_size=12).digest()
+        ids = seen.setdefault(among, set())
+        if digest in ids:
+            problems.append(f"$.task_id: {task_id[:80]!r} appears twice")
+        ids.add(digest)
+    return problems
+
 
 QUESTION = ("task", "question", "problem", "prompt", "query", "instruction", "title")
 FINAL = ("final_answer", "final", "answer", "solution", "result", "completion")
@@ -73,7 +391,6 @@ _UNKNOWN = "unknown"
 
 
 def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
-    """Returns `value` as a unified trajectory."""
     document = _document(value)
     messages = _messages(document)
     key = _key_of_actions(document)
@@ -161,7 +478,7 @@ def _of_message(message: Json) -> Json | None:
 
 def _question(document: Json) -> str | None:
     found = _searched(document, QUESTION, without=())
-    return found if found is None else _text(found)
+    return found if found is None else json_text(found)
 
 
 def _final(document: Json, messages: list[Json]) -> str:
@@ -170,7 +487,7 @@ def _final(document: Json, messages: list[Json]) -> str:
         inner = _searched(found, FINAL, without=_SAYS_NO_ANSWER)
         found = found if inner is None else inner
     if found is not None:
-        return _text(found)
+        return json_text(found)
     said = (text_of(one).strip() for one in reversed(messages) if one.get("role") in _ASSISTANTS)
     return next((text for text in said if text), "")
 
@@ -189,10 +506,6 @@ def _searched(value: Any, keys: Collection[str], *, without: Collection[str]) ->
         if found is not None:
             return found
     return None
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _metadata(document: Json, messages: list[Json], actions: list[Json], key: str | None) -> Json:
@@ -218,7 +531,7 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
 
 
 def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
-    return name in (*QUESTION, *FINAL) and _text(value) not in said.values()
+    return name in (*QUESTION, *FINAL) and json_text(value) not in said.values()
 
 
 def _times(facts: Json, names: tuple[str, ...]) -> Iterator[float]:
@@ -265,21 +578,12 @@ def _reward(facts: Json) -> Json:
     return {}
 
 
-OnProgress = Callable[[int, int], None]
-"""Called with the numbers of documents and bytes read so far."""
 Failed = Callable[[str, str], None]
 """Called with the place of a skipped document and the reason."""
 
 
 @dataclass
-class Report:
-    """Counts of a conversion.
-
-    Args:
-        read, failed: documents.
-        written: trajectories by domain.
-    """
-
+class Conversion:
     read: int = 0
     failed: int = 0
     written: dict[str, int] = field(default_factory=dict)
@@ -293,7 +597,7 @@ def convert(
     tokens: bool = False,
     failed: Failed = lambda place, reason: None,
     on_progress: OnProgress = lambda count, size: None,
-) -> Report:
+) -> Conversion:
     """Writes the trajectories of `sources` below `out`; files of the same name are replaced.
 
     Args:
@@ -306,16 +610,16 @@ def convert(
     """
     if domain is not None and domain not in DOMAINS:
         raise ConfigError(f"There is no domain {domain!r}.", hint=f"One of {', '.join(DOMAINS)}.")
-    report = Report()
+    report = Conversion()
     converter = Converter(domain, tokens=tokens)
     size = 0
-    with _sink(out, domain) as sink:
+    with _sink(out, domain) as write:
         for document in documents(files_of(sources)):
             report.read += 1
             size += document.bytes
             try:
                 for trajectory in converter.trajectories(document):
-                    sink.put(trajectory)
+                    write(trajectory)
                     name = trajectory["domain"]
                     report.written[name] = report.written.get(name, 0) + 1
             except (InputError, ValueError, RecursionError) as error:
@@ -326,8 +630,6 @@ def convert(
 
 
 class Converter:
-    """Converts documents to unified trajectories and keeps ids unique."""
-
     def __init__(self, domain: str | None = None, *, tokens: bool = False) -> None:
         self._domain = domain
         self._groups = Unified(Options(jsonl=True, tokens=tokens))
@@ -419,55 +721,21 @@ def _own_id(value: Any) -> str | None:
     return None
 
 
-class _Sink(Protocol):
-    def __enter__(self) -> _Sink: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
-    def put(self, trajectory: Json) -> None: ...
+@contextmanager
+def _sink(out: Path, domain: str | None) -> Iterator[Callable[[Json], object]]:
+    """Yields what writes a trajectory: as a file below `out`, or as a line of the file `out`, which
+    gets its name when all lines are on disk."""
+    if out.suffix != ".jsonl":
+        yield partial(_write, out.parent if domain is not None and out.name == domain else out)
+        return
+    with storing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as file:
+            yield lambda trajectory: file.write(as_line(trajectory))
 
 
-def _sink(out: Path, domain: str | None) -> _Sink:
-    if out.suffix == ".jsonl":
-        return _Lines(out)
-    return _Folder(out.parent if domain is not None and out.name == domain else out)
-
-
-class _Folder:
-    """Writes a file for each trajectory, each atomically."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-
-    def __enter__(self) -> _Folder:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Does nothing: every file is already closed."""
-
-    def put(self, trajectory: Json) -> None:
-        place = self._out / trajectory["domain"] / file_name(trajectory["task_id"])
-        try:
-            write_json(place, trajectory)
-        except TypeError as error:  # a number beyond 64 bits, half of a pair of surrogates
-            raise ValueError(f"not to be written as JSON: {error}") from error
-
-
-class _Lines:
-    """Writes one file of lines, which gets its name when all lines are on disk."""
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        self._stack = ExitStack()
-
-    def __enter__(self) -> _Lines:
-        with storing(self._out):
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._stack.enter_context(replacing(self._out))
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        with storing(self._out):
-            self._stack.__exit__(kind, error, trace)
-
-    def put(self, trajectory: Json) -> None:
-        with storing(self._out):
-            self._file.write(as_line(trajectory))
+def _write(folder: Path, trajectory: Json) -> None:
+    try:
+        write_json(folder / trajectory["domain"] / file_name(trajectory["task_id"]), trajectory)
+    except TypeError as error:  # a number beyond 64 bits, half of a pair of surrogates
+        raise ValueError(f"not to be written as JSON: {error}") from error

@@ -1,1 +1,0 @@
-"""Reads trajectories that any agent wrote, makes them unified trajectories, validates them."""
