@@ -9,12 +9,10 @@ from envserver import Message
 
 
 def text_message(text: str) -> Message:
-    """Returns a model's message without calls."""
     return {"role": "assistant", "content": text}
 
 
 def call_message(tool: str, text: str = "", /, **arguments: Any) -> Message:
-    """Returns a model's message that calls a tool, with an optional text before the call."""
     function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
     call = {"id": f"call_{tool}", "type": "function", "function": function}
     return {"role": "assistant", "content": text, "tool_calls": [call]}

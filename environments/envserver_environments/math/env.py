@@ -1,8 +1,5 @@
-"""The environment `math`: problems with a checkable answer, with or without a calculator.
-
-Tasks: `public` holds what the model may see (`question`, `options`, and `data_set`), `hidden` the
-answer and how it is compared (`kind`).
-"""
+"""The environment `math`: problems with a checkable answer. `public` holds `question`, `options`
+and `data_set`; `hidden` the answer and how it is compared (`kind`)."""
 
 from __future__ import annotations
 

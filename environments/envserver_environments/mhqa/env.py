@@ -1,7 +1,7 @@
 """The environment `mhqa`: questions that need several facts, and passages that contain them.
 
-Tasks: `public` holds `question`, `data_set`, and `passages` in a neutral order (where agents search
-the question's own ones). `hidden` holds what only scoring needs:
+`public` holds `question`, `data_set`, and `passages` in a neutral order (where agents search the
+question's own ones). `hidden` holds what only scoring needs:
 
     golds          the answer and its aliases
     kind, hops     the data set's name for the kind; the number of facts needed
@@ -276,7 +276,6 @@ class Mhqa(DataEnvironment):
 def make_task(
     task_id: str, item: MultiHopQuestion, scope: Literal["question", "corpus", "external"]
 ) -> Task:
-    """The task of an item; its passages come along where agents search only them."""
     passages = list(different(item.passages)) if scope == "question" else []
     random.Random(item.question.encode("utf-8", "surrogatepass")).shuffle(passages)
     places = {passage.title: place for place, passage in enumerate(passages)}

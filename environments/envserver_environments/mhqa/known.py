@@ -128,7 +128,6 @@ def _output(answer: str | None, text: str = "") -> dict[str, Any]:
 
 
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
-    """Returns the assistant messages, one per turn, or None if the answer is unknown."""
     if not task.hidden["golds"]:
         return None
     match mode:
@@ -143,7 +142,6 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
 
 
 def queries(task: Task) -> list[str]:
-    """Returns the search queries in order: the sub-questions, else the titles of the evidence."""
     steps = task.hidden["decomposition"]
     answers = [answer for _, answer in steps]
     if steps:

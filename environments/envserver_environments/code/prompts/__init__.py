@@ -9,7 +9,6 @@ from typing import Any, Literal
 ShowTests = Literal["0", "1", "all"]
 
 SOLUTION = "solution.py"
-"""The file that an external agent writes its program to."""
 _LAST_WORD = {
     "single": "Reply with one ```python block.",
     "tools": "Call submit with the whole program when it is done.",
@@ -22,12 +21,10 @@ REMINDER = "There is no program yet. Call submit, or reply with one ```python bl
 
 @functools.cache
 def system_prompt(mode: str) -> str:
-    """The system prompt of a mode."""
     return (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
 
 
 def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
-    """The user message for a task: what to write, its name, and as many tests as may be shown."""
     parts = [str(public["instruction"])]
     tests = public["tests"] if show_tests == "all" else public["tests"][: int(show_tests)]
     if tests and public["entry_point"]:
@@ -40,7 +37,6 @@ def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
 
 
 def shown_test(test: str | dict[str, str]) -> str:
-    """Returns a test as the model sees it: an assert, or the input and the expected output."""
     if isinstance(test, str):
         return test
     given, wanted = (_cut(test[part].rstrip("\n")) for part in ("input", "output"))

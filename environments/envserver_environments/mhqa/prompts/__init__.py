@@ -24,13 +24,11 @@ SUB_QUESTIONS_WANTED = (
 
 @functools.cache
 def system_prompt(mode: str, unanswerable: bool) -> str:
-    """The system prompt of a mode."""
     text = (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
     return "\n\n".join([text, f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS])
 
 
 def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
-    """The system prompt of the mode `text`, with its tools and its format."""
     return "\n\n".join([system_prompt("text", unanswerable), describe_tools(tools), FORMAT])
 
 
@@ -43,7 +41,6 @@ def harness_prompt(question: str, unanswerable: bool) -> str:
 
 
 def note_wanted(hop: int, sub_question: str, found: str | None) -> str:
-    """Returns the request for a note on one sub-question; `found`: passages, if there are any."""
     passages, known = (
         ("", "you know") if found is None else (f"Passages:\n\n{found}\n\n", "they say")
     )
