@@ -1,6 +1,5 @@
 """Answers whose reward is known (right plans in every form that counts, broken ones, cheats), and
-conversations that solve a task. Pure.
-"""
+conversations that solve a task. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +22,8 @@ _FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("searc
 
 
 def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
-    """Returns the messages of each agent, or None if the right plan is unknown.
-
-    A query without a right plan is given a valid one, so that a run without an engine shows rows.
-
-    An agent that the plan calls twice gives the answer of its last call both times.
-    """
+    """The messages of each agent, or None if the right plan is unknown; a query that takes any plan
+    is given a valid one. An agent that the plan calls twice gives its last answer both times."""
     text = right_answer(task)
     if text is None and task.hidden.get("any_plan") and task.hidden["answer"] is None:
         return {ROUTER: [text_message(_some_plan(task))]}
@@ -43,7 +38,6 @@ def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None
 
 
 def right_answer(task: Task) -> str | None:
-    """Returns the right plan as the router writes it, or None if it is unknown."""
     gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
     return None if gold is None else json.dumps(gold, ensure_ascii=False)
 
@@ -73,7 +67,6 @@ _TOOL = {
     "search": ("query", {"q": "What is asked"}),
 }
 CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search",))
-"""Chains of agents that are tried on every task."""
 
 
 def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
@@ -175,7 +168,6 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
 
 
 def chain(agents: tuple[str, ...]) -> Plan:
-    """A plan of one step after the other, for any query."""
     steps: list[Step] = []
     for number, agent in enumerate(agents):
         tool, args = _TOOL[agent]
