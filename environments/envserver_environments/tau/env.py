@@ -1,9 +1,8 @@
 """The environment `tau`: an assistant with tools serves a customer by a policy.
 
-Tasks: `public` holds what the conversation needs: the domain's name, `task` (id, scenario, set-up;
-no expected results), the customer's `user_script`, and whether a judge is called. The expected
-results are in the domain's files, which the server and the scorer read by the task's id; those of a
-single question, and of a recorded conversation, are in `hidden`.
+`public` holds the domain's name, `task` (id, scenario, set-up), the customer's `user_script`, and
+whether a judge is called. The server and the scorer read the expected results in the domain's
+files; those of a single question, and of a recorded conversation, are in `hidden`.
 """
 
 from __future__ import annotations

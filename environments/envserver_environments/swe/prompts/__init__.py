@@ -16,7 +16,6 @@ configuration do not count."""
 
 @functools.cache
 def system_prompt(kind: str) -> str:
-    """The system prompt of a kind of agent."""
     return (Path(__file__).parent / f"{kind}.txt").read_text(encoding="utf-8").strip()
 
 

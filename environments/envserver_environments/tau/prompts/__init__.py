@@ -17,21 +17,15 @@ _SCENARIO = {
     "unknown_info": "What you do not know",
     "task_instructions": "How you behave",
 }
-"""Parts of a scenario, in the order of the prompt."""
 
 
 def agent_prompt(policy: str, context: str = "") -> str:
-    """The assistant's system prompt.
-
-    Args:
-        context: what else it is to know, where a person gives something.
-    """
+    """`context` is what a person wants it to know besides."""
     prompt = _text("agent").format(greeting=GREETING, policy=policy.strip())
     return f"{prompt}\n\n{_text('context').format(context=context.strip())}" if context else prompt
 
 
 def text_prompt() -> str:
-    """Instructions for an assistant without tool calls; the list of its tools follows."""
     return _text("text")
 
 
@@ -67,7 +61,6 @@ def judge_messages(
 
 
 def _shown(message: TauMessage) -> str:
-    """A line or more of the conversation; calls and their results are shown, too."""
     if message["role"] == "tool":
         return f"result for the {message['requestor']}: {message['content']}"
     if message.get("tool_calls"):

@@ -16,7 +16,6 @@ _SHORT_RULE = "Answer in a few words."
 
 @functools.cache
 def system_prompt(name: str) -> str:
-    """The system prompt of a role."""
     return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
 
 
