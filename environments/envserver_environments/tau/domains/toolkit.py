@@ -155,8 +155,8 @@ def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> dict[str
 
 
 def result_text(result: Any) -> str:
-    """As the model reads it: strings as they are, records as JSON with all their fields; in other
-    values numbers and booleans become strings, as in tau2-bench."""
+    """The result as the model reads it: strings as they are, records as JSON with all their fields;
+    in other values numbers and booleans become strings, as in tau2-bench."""
     return result if isinstance(result, str) else json.dumps(_shown(result), default=str)
 
 
