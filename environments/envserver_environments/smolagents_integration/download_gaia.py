@@ -1,7 +1,5 @@
 """Another name of `python -m envserver_environments.gaia.download`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver_environments.gaia.download import main
