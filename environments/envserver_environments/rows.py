@@ -21,6 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from pydantic import BeforeValidator
+
 from envserver import ConfigError, Environment, InputError, Split, Task
 from envserver.rows.columns import RowCounts, took, unreported
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
@@ -399,6 +401,17 @@ def _shuffled(
 
 
 T = TypeVar("T")
+
+
+def listed(value: T | list[T]) -> list[T]:
+    """The different items of a list, or the only one."""
+    return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+
+
+SEVERAL = BeforeValidator(
+    lambda value: value.split(",") if isinstance(value, str) and "," in value else value
+)
+"""Takes the items of a list also in one text, with commas."""
 
 
 class DataEnvironment(Environment):

@@ -10,14 +10,15 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from envserver_environments.demonstrations import call_message, text_message
+from envserver_environments.demonstrations import Known, call_message, text_message
 
-from envserver import KnownResult, Message, Result, Task
+from envserver import KnownResult, Message, Task
 
 from .agent import ROUTER
 from .course import MAX_STEPS, TOOLS, Plan, Step, as_json, course_of, plan_of
 from .scoring import FORM_SHARE, PLAN_SHARE, REPAIR_FACTOR, likeness
 
+_KNOWN = Known(plan="", program=None, repaired=False, cut_off=False, executed=False, answer=None)
 _FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("search", "query", "q"))
 
 
@@ -84,7 +85,7 @@ def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
         yield _known("gold, not run", gold, PLAN_SHARE)
     for name, text in _unreadable(gold):
         yield _known(name, text, 0.0, **right)
-    yield KnownResult("gold, cut off", Result(output=_output(gold, cut_off=True, **right)))
+    yield _KNOWN.wrong("gold, cut off", plan=gold, cut_off=True, **right)
     for name, change in _BROKEN[task.public["profile"]].items():
         yield _known(name, json.dumps(_changed(gold, change)), 0.0, **right)
     if not runs:
@@ -155,16 +156,16 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
         if likeness(plan, gold).score == 1.0:
             yield _known(f"{name}, where that is right", text, 1.0)
         else:
-            yield _between(name, text, ALMOST)
+            yield _KNOWN.wrong(name, ALMOST, plan=text)
     empty = [
         dataclasses.replace(step, args={TOOLS[step.agent][step.tool]["required"][0]: "0"})
         for step in gold.steps
     ]
     text = _in_profile(_plan(empty, gold.final_step), task)
-    yield _between("gold, with the same argument everywhere", text, FORM_SHARE)
+    yield _KNOWN.wrong("gold, with the same argument everywhere", FORM_SHARE, plan=text)
     if len(gold.steps) <= MAX_STEPS - 3:
         padded = _padded(gold)
-        yield _between("gold, behind all other agents", _in_profile(padded, task), ALMOST)
+        yield _KNOWN.wrong("gold, behind all other agents", ALMOST, plan=_in_profile(padded, task))
 
 
 def chain(agents: tuple[str, ...]) -> Plan:
@@ -229,13 +230,5 @@ def _right_output(task: Task) -> dict[str, Any]:
 
 
 def _known(name: str, text: str, reward: float, **output: Any) -> KnownResult:
-    return KnownResult(name, Result(output=_output(text, **output)), least=reward, most=reward)
-
-
-def _between(name: str, text: str, most: float) -> KnownResult:
-    return KnownResult(name, Result(output=_output(text)), most=most)
-
-
-def _output(text: str, **output: Any) -> dict[str, Any]:
-    fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
-    return {"plan": text, "program": None, **fresh, **output}
+    result = _KNOWN.result(plan=text, **output)
+    return KnownResult(name, result, least=reward, most=reward)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, Literal
+
+from envserver_environments.demonstrations import prompt_beside
 
 ShowTests = Literal["0", "1", "all"]
 
@@ -19,9 +20,7 @@ _SHOWN_CHARACTERS = 1000
 REMINDER = "There is no program yet. Call submit, or reply with one ```python block."
 
 
-@functools.cache
-def system_prompt(mode: str) -> str:
-    return (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
+system_prompt = functools.partial(prompt_beside, __file__)
 
 
 def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:

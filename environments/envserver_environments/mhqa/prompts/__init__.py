@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from pathlib import Path
 
+from envserver_environments.demonstrations import prompt_beside
 from envserver_tools.calling import Tool
 from envserver_tools.protocol import FORMAT, describe_tools
 
@@ -22,10 +21,8 @@ SUB_QUESTIONS_WANTED = (
 )
 
 
-@functools.cache
 def system_prompt(mode: str, unanswerable: bool) -> str:
-    text = (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
-    return "\n\n".join([text, f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS])
+    return f"{prompt_beside(__file__, mode)}\n\n{_answers(unanswerable)}"
 
 
 def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
@@ -33,11 +30,15 @@ def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
 
 
 def harness_prompt(question: str, unanswerable: bool) -> str:
-    answers = f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
     return (
-        f"Question: {question}\n\nFind the answer with the tools search and read. {answers} End "
+        f"Question: {question}\n\nFind the answer with the tools search and read. "
+        f"{_answers(unanswerable)} End "
         "your last message with a line of this form:\nAnswer: ..."
     )
+
+
+def _answers(unanswerable: bool) -> str:
+    return f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
 
 
 def note_wanted(hop: int, sub_question: str, found: str | None) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from envserver_environments.demonstrations import prompt_beside
 
 from ..episodes import GREETING
 from ..tasks import TauMessage
 
+_text = functools.partial(prompt_beside, __file__)
 _SCENARIO = {
     "reason_for_call": "Why you write",
     "known_info": "What you know",
@@ -67,8 +69,3 @@ def _shown(message: TauMessage) -> str:
         calls = [[call["name"], call["arguments"]] for call in message["tool_calls"]]
         return f"{message['role']} calls: {json.dumps(calls, ensure_ascii=False)}"
     return f"{message['role']}: {message['content']}"
-
-
-@functools.cache
-def _text(name: str) -> str:
-    return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
