@@ -1,8 +1,5 @@
-"""Finds the answer in a model's text. Pure functions shared by all environments.
-
-Only visible text counts: the text after the last `</think>`. A text with an unclosed `<think>` has
-none. The text is hostile: every function takes time linear in its length.
-"""
+"""Finds the answer in the visible text (after the last `</think>`) of a hostile model, in linear
+time. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from envserver_tools.calling import visible_text
 MAX_JSON_CHARACTERS = 100_000
 """JSON is looked for in the last characters of a text, as many as this."""
 MAX_JSON_SCANNED = 10_000_000
-"""Characters that may be read in search of JSON: failed attempts start over, and Python counts the
-lines before the place of an error."""
+"""Total work of failed attempts, each of which starts over."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\boxed\s+(-?[\d.,/]*\d|[A-Za-z])(?=\s*(?:[.,;!?$)\n]|\Z))")
@@ -44,10 +40,8 @@ _DECODER = json.JSONDecoder()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{...}` (or `\fbox`) with balanced braces, or None.
-
-    A number or a letter needs no braces: `\boxed 2`.
-    """
+    r"""Returns the content of the last `\boxed{...}` (or `\fbox`) with balanced braces, or of
+    `\boxed 2`."""
     bare = list(_BARE_BOX.finditer(text))[-1:]
     openings = {opening.end() for opening in _BOX.finditer(text)}
     if not openings or (bare and bare[0].start() > max(openings)):
@@ -65,15 +59,9 @@ def last_boxed(text: str) -> str | None:
 
 
 def choice_index(text: str, options: Sequence[str]) -> int | None:
-    """Returns the option that a model's text names, or None if it names none or several.
-
-    The answer is the last box, else the key `answer` of a JSON object, else the rest of the last
-    line that says "answer" or "FINAL:", else the whole text if it is a single letter.
-
-    Args:
-        text: the model's text, with its thoughts.
-        options: the texts of the options, labelled A, B, C ... in this order.
-    """
+    """Returns the option that a model's text names, or None if it names none or several. The answer
+    is the last box, else the key `answer` of a JSON object, else the rest of the last line that
+    says "answer" or "FINAL:", else the whole text if it is a single letter."""
     seen = visible_text(text)
     if seen is None:
         return None
@@ -112,7 +100,6 @@ def doubtful_option(options: Sequence[str], place: int) -> str | None:
 
 
 def _payloads(seen: str) -> list[str]:
-    """Returns the candidates for the answer; the first one that names an option counts."""
     boxed = last_boxed(seen)
     if boxed is not None:
         return [boxed]
@@ -153,7 +140,6 @@ def _json_answer(text: str) -> str | None:
 
 
 def _plain(payload: str) -> str:
-    """`payload` without what only formats it: Markdown stars, dollar signs around it, \\text{}."""
     plain = payload.replace("\\$", "$").replace("\\%", "%").strip().strip("*`").strip()
     if len(plain) > 2 and plain[0] == plain[-1] == "$":
         plain = plain[1:-1].strip()

@@ -1,20 +1,55 @@
-"""Messages of demonstrations, as a model would write them. Pure."""
+"""What environments have for readers of their tasks: system prompts as files, messages as a model
+would write them, and results with a known reward."""
 
 from __future__ import annotations
 
+import functools
 import json
+from pathlib import Path
 from typing import Any
 
-from envserver import Message
+from envserver import KnownResult, Message, Result
+
+
+@functools.cache
+def prompt_beside(module: str, name: str) -> str:
+    """The text of `NAME.txt` beside the file of a module."""
+    return (Path(module).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
 
 
 def text_message(text: str) -> Message:
-    """Returns a model's message without calls."""
     return {"role": "assistant", "content": text}
 
 
 def call_message(tool: str, text: str = "", /, **arguments: Any) -> Message:
-    """Returns a model's message that calls a tool, with an optional text before the call."""
     function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
     call = {"id": f"call_{tool}", "type": "function", "function": function}
     return {"role": "assistant", "content": text, "tool_calls": [call]}
+
+
+def written_call(tool: str, thought: str = "", /, **arguments: Any) -> Message:
+    """A call in plain text."""
+    call = json.dumps({"tool": tool, "args": arguments}, ensure_ascii=False)
+    return text_message(
+        f"THOUGHT: {thought}\nTOOL_CALL: {call}" if thought else f"TOOL_CALL: {call}"
+    )
+
+
+class Known:
+    """Makes results with a known reward; `empty`: the fields of an output that says nothing."""
+
+    def __init__(self, **empty: Any) -> None:
+        self._empty = empty
+
+    def result(self, **said: Any) -> Result:
+        return Result(output={**self._empty, **said})
+
+    def right(self, name: str, /, least: float = 1.0, **said: Any) -> KnownResult:
+        return KnownResult(name, self.result(**said), least=least, most=1.0)
+
+    def wrong(self, name: str, /, most: float = 0.0, **said: Any) -> KnownResult:
+        return KnownResult(name, self.result(**said), most=most)
+
+    def cut_off(self, name: str, /, **said: Any) -> KnownResult:
+        output = {**self._empty, **said}
+        return KnownResult(name, Result(output=output, finish_reason="length", truncated=True))

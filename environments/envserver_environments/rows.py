@@ -1,12 +1,5 @@
-"""Rows of data sets for the shipped environments, in a seeded order: a sample, files, the hub.
-
-In: where rows are (`envserver.rows.sources`) and a split. Out: numbered rows. The order depends on
-the seed and the split only.
-
-A data set without splits can be divided into three: 85 % train, 10 % validation and 5 % test of a
-shuffle with a separate seed (`Division`), so that the run's seed changes the order, never the
-division.
-"""
+"""Rows of data sets for the shipped environments: a sample, files or the hub, in an order that
+depends on the seed and the split only."""
 
 from __future__ import annotations
 
@@ -28,6 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from pydantic import BeforeValidator
+
 from envserver import ConfigError, Environment, InputError, Split, Task
 from envserver.rows.columns import RowCounts, took, unreported
 from envserver.rows.sources import Rows, Source, on_the_hub, streamed
@@ -39,21 +34,15 @@ from envserver.rows.sources import Rows, Source, on_the_hub, streamed
 Table = Mapping[str, tuple[str, ...]]
 FIELDS_NAMED = 20
 _APART = re.compile(r"""(['"])\s+(['"])""")
-"""The gap between two texts in a printed numpy array."""
 
 
 def table_of(**names: str) -> Table:
-    """A table of the names of each role, which commas separate, the likeliest first."""
     return {role: tuple(several.split(", ")) for role, several in names.items()}
 
 
 def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the row's values by role; a role without a value is not there.
-
-    Args:
-        table: names of each role, the likeliest first.
-        columns: names that the user gives to roles, instead of the table's.
-    """
+    """Returns the row's values by role; `columns` are the user's names for roles. A role without a
+    value is missing."""
     for role, name in columns.items():
         if role not in table:
             raise InputError(f"There is no role {role!r} here.", hint=f"Roles: {', '.join(table)}.")
@@ -77,7 +66,6 @@ def spelled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
-    """The error for a row in which these roles were not found."""
     wanted = list(roles)
     return InputError(
         f"No known field of the row has its {' or '.join(wanted)} ({fields_of(row)}): name it by"
@@ -94,10 +82,8 @@ def fields_of(row: Mapping[str, Any]) -> str:
 
 
 def value_at(row: Any, path: str) -> Any:
-    """The value at a path such as `answer.value`, None where there is none or an empty one.
-
-    Of a list, each object is asked, also those of lists in it, and the values are listed.
-    """
+    """The value at a path such as `answer.value`, None where it is missing or empty. Of lists, also
+    nested ones, the values of all objects are listed."""
     if isinstance(row, Mapping) and path in row:
         value = row[path]
         value = value.tolist() if hasattr(value, "tolist") else value  # numpy's
@@ -126,7 +112,6 @@ def decoded(value: Any) -> Any:
 
 
 def by_label(options: Any) -> Any:
-    """Returns `[{"A": "red"}, ...]` and `[["A", "red"], ...]` as an object; else `options`."""
     value = decoded(options)
     pairs = [
         [*one.items()] if isinstance(one, Mapping) else [one]
@@ -178,8 +163,8 @@ def objects_of(value: Any) -> list[dict[str, Any]]:
 
 
 def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; the
-    row itself if it holds none there."""
+    """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; else
+    the row."""
     name, _, rest = path.partition(".")
     inner = objects_of(row[name]) if isinstance(row.get(name), list | dict) else []
     if not inner or (rest and not any(rest in one for one in inner)):
@@ -201,7 +186,6 @@ IDS = (
     *("id", "_id", "ID", "qid", "question_id", "task_id", "unique_id", "problem_id", "uuid"),
     *("query_id", "question_idx", "q_uid"),
 )
-"""Fields that may be a row's id, the likeliest first."""
 ROWS_ASKED = 500
 """Rows of a file that are read to find whether it counts options from 1, and what its ids are."""
 
@@ -226,24 +210,16 @@ class OptionRowsConfig(RowsConfig):
 
 
 class NumberedRow(NamedTuple):
-    """A row of a file or data set.
-
-    Args:
-        row: None where it cannot be read; `problem` says why.
-        place: where a person finds it: `train.jsonl:12`.
-        part: which of several questions in the row, from 1.
-        id: the row's own id, "" if it has none or another row had it before.
-    """
+    """A row of a file or data set."""
 
     number: int
-    row: Row | None
-    place: str
+    row: Row | None  # None where it cannot be read; `problem` says why
+    place: str  # where a person finds it: `train.jsonl:12`
     problem: str = ""
-    part: int = 0
-    id: str = ""
+    part: int = 0  # which of several questions in the row, from 1
+    id: str = ""  # the row's own id, "" if it has none or another row had it before
 
     def task_id(self, name: str) -> str:
-        """The row's own id, if it has one, else one made of the row's number."""
         if self.part:
             return f"{name}-{self.number}.{self.part}"
         return self.id or f"{name}-{self.number}"
@@ -266,14 +242,9 @@ def first_option(
     split: Split,
     read: Callable[[Row, FirstOption], object],
 ) -> FirstOption:
-    """The number of the first option: as set, else 1 if the file at `path` counts from 1.
-
-    A file counts from 1 if the answer of some row is the number of its options, and that of none
-    is 0. It is looked at when a row needs it.
-
-    Args:
-        read: reads a row; raises InputError where its answer is none of its options.
-    """
+    """The number of the first option: as set, else 1 if in the file at `path` the answer of some
+    row is the number of its options, and that of none is 0. `read` raises InputError for an answer
+    that is none of the row's options."""
 
     def fits(row: Row, first: int) -> bool:
         try:
@@ -307,38 +278,24 @@ def id_of(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub.
-
-    Args:
-        path: the data set's id.
-        configs: its configurations, read one after the other; None: it has none.
-        splits: this project's split -> the data set's; a missing split does not exist.
-        streaming: too large to download before the first row.
-        arguments: for `datasets.load_dataset`.
-    """
+    """A data set on the hub."""
 
     path: str
-    splits: dict[Split, str]
-    configs: tuple[str | None, ...] = (None,)
-    streaming: bool = False
-    arguments: dict[str, Any] = field(default_factory=dict)
+    splits: dict[Split, str]  # this project's split -> its own; a missing one does not exist
+    configs: tuple[str | None, ...] = (None,)  # read one after the other; None: it has none
+    streaming: bool = False  # too large to download before the first row
+    arguments: dict[str, Any] = field(default_factory=dict)  # for `datasets.load_dataset`
 
 
 @dataclass(frozen=True)
 class Division:
-    """Divides a data set without splits into three.
+    """Divides a data set without splits into three, by shares of a shuffle, rounded down."""
 
-    Args:
-        seed: seed of the shuffle.
-        validation, test: shares of the rows, rounded down; the rest is for training.
-    """
-
-    seed: int = 7
+    seed: int = 7  # not the run's, which changes the order only
     validation: float = 0.10
     test: float = 0.05
 
     def numbers(self, count: int, split: Split) -> array[int]:
-        """The numbers of the rows of `split`, of `count` in all."""
         order = array("Q", range(count))
         random.Random(self.seed).shuffle(order)
         validation, test = int(count * self.validation), int(count * self.test)
@@ -354,20 +311,13 @@ class Division:
 
 @dataclass(frozen=True)
 class DataSets:
-    """The data sets of an environment.
+    """The data sets of an environment."""
 
-    Args:
-        sample: the shipped rows, all in every split.
-        hubs: data sets on the hub, by name.
-        divisions: of those that have no splits.
-    """
-
-    sample: Path
+    sample: Path  # the shipped rows, all in every split
     hubs: Mapping[str, Hub]
-    divisions: Mapping[str, Division] = field(default_factory=dict)
+    divisions: Mapping[str, Division] = field(default_factory=dict)  # of those without splits
 
     def rows(self, name: str, path: Path | None, split: Split, seed: int) -> Iterator[NumberedRow]:
-        """The rows of a data set, or those at the user's `path`."""
         division = self.divisions.get(name)
         if path is not None and name != "sample":
             return file_rows(path, split, seed, division)
@@ -383,11 +333,8 @@ class DataSets:
 def file_rows(
     path: Path, split: Split, seed: int, division: Division | None = None
 ) -> Iterator[NumberedRow]:
-    """Rows of a file, a folder, a glob or a data set on the hub; see `Source`.
-
-    Args:
-        division: divides rows that have no splits; unset: every split has all of them.
-    """
+    """Rows of what `Source` reads; `division` divides rows that have no splits, else every split
+    has all."""
     # As a path, `hub:owner/name` is still what the user wrote, but for an empty part.
     rows = Source(str(path)).open(split)
     return _shuffled(rows, f"file-{seed}-{split}", split, None if rows.has_splits else division)
@@ -396,11 +343,7 @@ def file_rows(
 def hub_rows(
     hub: Hub, split: Split, seed: int, division: Division | None = None
 ) -> Iterator[NumberedRow]:
-    """Rows of a data set on the hub.
-
-    Args:
-        division: divides the data set's split (then the same one for all three).
-    """
+    """Rows of a data set on the hub; `division` divides its split."""
     if split not in hub.splits:
         raise ConfigError(
             f"{hub.path} has no split {split!r}.", hint=f"It has: {', '.join(hub.splits)}."
@@ -460,11 +403,21 @@ def _shuffled(
 T = TypeVar("T")
 
 
+def listed(value: T | list[T]) -> list[T]:
+    """The different items of a list, or the only one."""
+    return list(dict.fromkeys(value)) if isinstance(value, list) else [value]
+
+
+SEVERAL = BeforeValidator(
+    lambda value: value.split(",") if isinstance(value, str) and "," in value else value
+)
+"""Takes the items of a list also in one text, with commas."""
+
+
 class DataEnvironment(Environment):
     """An environment of rows: counts what became of each, and can write its built-in files."""
 
     sample_files: ClassVar[Mapping[str, str]] = {}
-    """Settings that read files, with the path of each in the folder `data` ("": all of it)."""
 
     def __init__(self, config: Environment.Config | None = None) -> None:
         super().__init__(config)
@@ -479,10 +432,8 @@ class DataEnvironment(Environment):
 def made(
     rows: Iterable[NumberedRow], make: Callable[[Row, NumberedRow], T]
 ) -> Iterator[tuple[str, T | str]]:
-    """Yields the place of each row, and what `make` returns for it.
-
-    Where the row cannot be read, or `make` raises InputError, the message takes its place.
-    """
+    """Yields the place of each row, and what `make` returns, or the message where it raises
+    InputError or the row cannot be read."""
     for one in rows:
         try:
             if one.row is None:
@@ -506,14 +457,8 @@ def mixed(streams: Iterable[Iterator[Task]], seed: str) -> Iterator[Task]:
 
 
 def copied(data: Path, folder: Path, settings: Mapping[str, str]) -> dict[str, Path]:
-    """Copies files and folders of an environment's `data` to `folder`.
-
-    Args:
-        settings: the setting that reads each, with its path in `data` ("": all of `data`).
-
-    Returns:
-        The settings, with the paths of the copies.
-    """
+    """Copies files and folders of `data` to `folder`; `settings` as in `sample_files`. Returns the
+    settings, with the copies' paths."""
     copies = {name: folder / path for name, path in settings.items()}
     for name, path in settings.items():
         source = data / path
@@ -531,7 +476,6 @@ OPTIONS = (
     "candidates, choices.choice, choices.text, choices.content, choices.value, choices, "
     "answer_option_list.content, mc_options, answer_choices"
 )
-"""Names of the options in published sets, for a table of roles."""
 _LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"\s*\(?(\d{1,2})[).:]+\s+(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)
@@ -542,8 +486,8 @@ _EMPTY = ("", "N/A")
 
 
 def options_of(raw: Any) -> tuple[list[str], int | None]:
-    """Texts of the options, without labels A, B, C ... or 1, 2, 3 ... where all have theirs, and
-    the number of the first if they show it."""
+    """Texts of the options, without labels A, B, C ... or 1, 2, 3 ..., and the number of the first
+    if shown."""
     raw = by_label(raw) or []
     if isinstance(raw, str):
         raw = split_options(raw)[1] or raw.splitlines()
@@ -590,12 +534,7 @@ def option_place(
     first: FirstOption = lambda: 0,
 ) -> int | None:
     """Returns the index of the option that a data set's answer means: an index, a letter, or a
-    text, alone or both ("(B)", "B. red").
-
-    Args:
-        means: what an answer is that may be either.
-        first: the number of the first option.
-    """
+    text, alone or both ("(B)", "B. red"); `means` decides where an answer may be index or text."""
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
     text = text_of(answer)

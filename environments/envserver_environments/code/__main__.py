@@ -1,7 +1,5 @@
 """`python -m envserver_environments.code process ...` is `envserver process --env code ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

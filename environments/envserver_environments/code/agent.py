@@ -1,11 +1,5 @@
-"""The agent: one answer, or a loop of chat and tools that ends with a program.
-
-In: a task's public part, and `run`. Out: `{"code", "text"}`: the argument of `submit` if it was
-called, and the model's last text. With tools it ends at a `submit`, at a text with a fenced block
-and no tool call, at an answer that was cut off, after ten turns, or after ten tool errors.
-
-What the model writes runs in the rollout's own sandbox; the tests there are the visible ones.
-"""
+"""The agent: one answer, or a loop of tools; the model's programs run in the rollout's sandbox.
+Returns {"code": the argument of `submit` or None, "text": the last text}."""
 
 from __future__ import annotations
 
@@ -37,7 +31,6 @@ Code = Annotated[str, Meta(max_length=MAX_CODE_CHARACTERS)]
 async def solve(
     task: PublicTask, run: Rollout, mode: Mode, show_tests: ShowTests
 ) -> dict[str, Any]:
-    """Runs one attempt at `task`."""
     messages: list[Message] = [
         {"role": "system", "content": system_prompt(mode)},
         {"role": "user", "content": question(task.public, mode, show_tests)},
@@ -50,8 +43,6 @@ async def solve(
 
 
 class Workbench:
-    """The tools of one rollout, and the submitted program."""
-
     def __init__(self, task: PublicTask, sandbox: Sandbox) -> None:
         self.submitted: str | None = None
         self._public = task.public

@@ -1,8 +1,6 @@
-"""Loads data sets, and converts rows to `Problem`s by what their fields are. Runs nothing.
-
-The tests decide what is to be written: a function that they name or call, else a program that reads
-and prints. Tests that cannot be split into calls and claims are left out.
-"""
+"""Converts rows to `Problem`s. The tests decide what is to be written: the function that they name
+or call, else a program that reads and prints. Tests that cannot be split into calls and claims are
+left out."""
 
 from __future__ import annotations
 
@@ -40,36 +38,24 @@ from .hoisting import Filler, NotHoistable, Values, bound, hoisted, turns
 
 MAX_INSTRUCTION_CHARACTERS = 4000
 Pair = dict[str, str]
-"""A test of a whole program: `input` and `output`."""
 Test = str | Pair
 """An assert on a function, or a pair for a program."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A function or a whole program to be written.
-
-    Args:
-        entry_point: the function's name; "": a program that reads and prints.
-        tests: asserts that can be taken apart, or pairs, in the data set's order.
-        code: a reference that passes them, None where the row has none.
-        output: a full answer, as a model would give it, None if the row has none.
-        preamble: definitions that the program may rely on.
-        visible: number of tests, from the first, that the model's tools have.
-        left_out: number of the row's tests that cannot be judged and are left out.
-        seconds: CPU seconds of a program for one pair; None: the default.
-    """
+    """A function or a whole program to be written."""
 
     data_set: str
     instruction: str
-    entry_point: str
+    entry_point: str  # the function's name; "": a program that reads and prints
     tests: tuple[Test, ...]
-    visible: int
-    code: str | None = None
-    output: str | None = None
-    preamble: str = ""
-    left_out: int = 0
-    seconds: float | None = None
+    visible: int  # number of tests, from the first, that the model's tools have
+    code: str | None = None  # a reference that passes the tests
+    output: str | None = None  # a full answer, as a model would give it
+    preamble: str = ""  # definitions that the program may rely on
+    left_out: int = 0  # number of the row's tests that cannot be judged
+    seconds: float | None = None  # CPU seconds of a program for one pair; None: the default
 
 
 # Names that were set before, loops over literals and pytest's parameters are written out, so that
@@ -189,7 +175,6 @@ NAMES = (
     *("entry_point", "fn_name", "func_name", "function_name"),
     *("metadata.func_name", "metadata.fn_name"),
 )
-"""Fields with the name of a function, in a row or beside its tests."""
 _HOLDERS = (
     "test_cases",
     "tests",
@@ -206,22 +191,15 @@ _PLAIN_TEXT = {
     "PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "MEMOIZE", "BINPUT",
     "LONG_BINPUT", "STOP",
 }  # fmt: skip
-"""Instructions of a pickle that holds one text."""
 
 
 @dataclass(frozen=True)
 class RowTests:
-    """Tests as a row has them.
+    """Tests as a row has them."""
 
-    Args:
-        pairs: inputs (of a function: its arguments) and outputs.
-        scripts: Python with asserts.
-        name: the function, "" where the tests do not say one.
-    """
-
-    pairs: tuple[tuple[Any, Any], ...] = ()
-    scripts: tuple[str, ...] = ()
-    name: str = ""
+    pairs: tuple[tuple[Any, Any], ...] = ()  # inputs (of a function: its arguments) and outputs
+    scripts: tuple[str, ...] = ()  # Python with asserts
+    name: str = ""  # the function, "" where the tests do not say one
 
     def made(self, name: str) -> list[Test | None]:
         """The tests of the function `name` ("": of a program); None: it cannot be judged."""
@@ -323,8 +301,8 @@ def _value(text: str) -> Any:
 
 
 def _call(given: Any, wanted: Any, is_value: bool) -> tuple[Any, Any]:
-    """Arguments and result. They may be values or texts of values: a text without quotes among the
-    arguments shows that they are values."""
+    """Arguments and result, as values or texts of values: an argument without quotes shows that
+    they are values."""
     texts = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
     if texts and all(_QUOTED.fullmatch(one) for one in texts):
         return [_result(one) for one in given], _result(wanted)
@@ -372,8 +350,8 @@ def _is_hoistable(source: str | None, name: str) -> bool:
 
 
 def _unpacked(text: str) -> str:
-    """LiveCodeBench packs its private tests: a pickled text, compressed, in base 64. The pickle's
-    instructions are read and never executed."""
+    """LiveCodeBench packs private tests: a pickled text, compressed, in base 64. The pickle is
+    read, never executed."""
     try:
         packed = base64.b64decode(text, validate=True)
         pickled = zlib.decompressobj().decompress(packed, MAX_PACKED_BYTES)
@@ -411,7 +389,6 @@ ROLES = table_of(
     time_limit="time_limit, time_limit_seconds",
     checker="generated_checker, checker, interaction_format, input_file, output_file",
 )
-"""Names of each role in published sets, after their cards."""
 IMPORTS = """\
 from typing import *
 from collections import *
@@ -422,7 +399,6 @@ import bisect, collections, functools, heapq, itertools, math, re, string
 from bisect import *
 from heapq import *
 """
-"""Imports that programs with a `class Solution` rely on."""
 _CHECKED = re.compile(r"^\s*check\((\w+)\)\s*$", re.MULTILINE)
 PYTHON3 = 3
 """CodeContests' number for the language of a solution."""
@@ -480,7 +456,6 @@ def _instruction(found: Mapping[str, Any]) -> str:
 
 
 def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[RowTests]]:
-    """The tests that the row calls public, and the others."""
     if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
     given = [found[role] for role in ("tests", "more_tests") if role in found]
@@ -524,7 +499,6 @@ def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, 
 
 
 def _preamble(stub: str, entry_point: str) -> str:
-    """Returns the definitions in a stub before the function itself."""
     tree = parsed(stub)
     before = [
         statement
@@ -557,7 +531,6 @@ CONSTANTS: tuple[Any, ...] = (True, False, None, 0, 1, -1, "", [], {}, ())
 
 
 def a_constant_passes(problem: Problem) -> bool:
-    """Returns whether a program with a constant result passes all tests."""
     if not problem.entry_point:
         return len({test["output"].strip() for test in problem.tests if isinstance(test, dict)}) < 2
     tests = [hoisted(test, problem.entry_point) for test in problem.tests if isinstance(test, str)]

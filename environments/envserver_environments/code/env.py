@@ -1,9 +1,6 @@
-"""The environment `code`: write a Python function or program; half of its tests are hidden.
-
-Tasks: `public` holds what the model may see (`instruction`, `entry_point`, which is "" of a program
-that reads and prints, `preamble`) and what its tools have (`tests`, the visible half); `hidden` the
-other tests, the reference and its full answer.
-"""
+"""The environment `code`: write a Python function or program. `public` holds what the model may see
+and the tests of its tools; `hidden` the other half of the tests, the reference and its answer in
+full."""
 
 from __future__ import annotations
 
@@ -104,7 +101,6 @@ class Code(DataEnvironment):
     def __init__(self, config: Config | None = None) -> None:
         super().__init__(config)
         self.tests_left_out = 0
-        """Number of tests left out because they can only be judged inside the program."""
         self._references = References()
 
     def tasks(self, split: Split) -> Iterator[Task]:
@@ -164,8 +160,7 @@ class Code(DataEnvironment):
         return name_of(self.config.data_set, self.config.data_path)
 
     def _read_tasks(self, rows: Iterator[NumberedRow]) -> Iterator[tuple[str, Task | str]]:
-        """The tasks of rows that can be judged and have not been there before, with their places;
-        why there is none, for the others."""
+        """Leaves out rows that cannot be judged, or whose instruction came before."""
         seen: set[bytes] = set()
 
         def task(row: Row, one: NumberedRow) -> Task:

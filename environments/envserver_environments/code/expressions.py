@@ -1,13 +1,6 @@
-"""Evaluates the rest of an assert once its calls are replaced by values. Pure and bounded.
-
-In: an expression, and the values that the calls returned (built-in types only, see `values`). Out:
-its value. The expression comes from a data set and the values from a hostile program, so this is a
-separate interpreter for a small part of Python: no attributes except the listed methods, no
-formatting, a time limit, and size checks before anything large is built. It always ends soon, and
-the values contain no code that could run.
-
-`why_unsupported` tells whether an expression can be evaluated here, before any value is known.
-"""
+"""Evaluates the claim of a test, a small part of Python, on values that a hostile program returned.
+Pure; it always ends soon: a time limit, no attributes but the listed methods, no formatting, and a
+check before anything large is built (a power, a product, a range, colliding hashes)."""
 
 from __future__ import annotations
 
@@ -208,7 +201,6 @@ FUNCTIONS: dict[str, Any] = {
     "deque": deque, "Counter": _counter_of, "OrderedDict": OrderedDict, "defaultdict": defaultdict,
     "isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf, "sqrt": math.sqrt,
 }  # fmt: skip
-"""Functions of expressions, besides methods and `math`. `close` is defined here."""
 CONSTANTS: dict[str, Any] = {
     "inf": math.inf, "nan": math.nan, "pi": math.pi, "math": None, "object": object,
     "NotImplemented": NotImplemented, "Ellipsis": Ellipsis,
@@ -315,7 +307,6 @@ def evaluate(expression: ast.expr, values: Scope) -> Any:
 
 
 def why_unsupported(expression: ast.AST, known: set[str]) -> str | None:
-    """Returns why `expression` cannot be evaluated here, or None if it can."""
     bound = known | set(FUNCTIONS) | set(CONSTANTS)
     for node in ast.walk(expression):
         match node:

@@ -1,11 +1,7 @@
-"""Finds the program in a model's message. Pure.
+"""Finds the program in a model's visible text. Hostile input: linear time, a limit on parsing.
 
-Only fenced blocks of the visible text count: the last one that parses and defines the function at
-its top level (or as a method of a class Solution), else the last one. If no function is asked for:
-the last one that parses and is labelled Python, else the last one that parses and has no label,
-else the last one. Text outside of a fence is never a program.
-
-The text is hostile: the time is linear in its length, and the size of what is parsed has a limit.
+A function: the last fenced block that defines it at its top level (or in a class Solution), else
+the last one. A program: the last valid block labelled Python, else without a label, else the last.
 """
 
 from __future__ import annotations
@@ -20,15 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from envserver_tools.calling import visible_text
 
 MAX_CODE_CHARACTERS = 50_000
-"""Longer programs are ignored."""
 MAX_PARSED_CHARACTERS = 200_000
 """Characters of one message that are parsed to find where a program ends, and which one counts."""
 
 _PYTHON = ("python", "py", "python3", "{python}")
 _LEAST_COST = 200
-"""A shorter text counts as this many characters."""
 _CLOSINGS = 8
-"""Fences that are tried as the closing one."""
 _FENCES_AHEAD = 16
 """Fences among which these are sought."""
 _FENCE = re.compile(r"`{3,}+|~{3,}+")
@@ -37,7 +30,6 @@ _ALONE = re.compile(r"(?m)[ \t]*+(`{3,}+|~{3,}+)[ \t]*+$")
 
 
 def extract_code(text: str, entry_point: str) -> str | None:
-    """Returns the program in `text` for `entry_point` ("": a whole program), or None."""
     seen = visible_text(text.replace("\r\n", "\n"))
     blocks = [] if seen is None else list(_named_blocks(seen))
     if not blocks:
@@ -54,7 +46,6 @@ def extract_code(text: str, entry_point: str) -> str | None:
 
 
 def _last_good(blocks: Sequence[str], is_good: Callable[[ast.Module], bool]) -> str | None:
-    """Returns the last block that can be parsed and whose tree `is_good`, or None."""
     parser = _LimitedParser()
     for block in reversed(blocks):
         tree = parser.parse(block)
@@ -64,7 +55,6 @@ def _last_good(blocks: Sequence[str], is_good: Callable[[ast.Module], bool]) -> 
 
 
 def fenced_blocks(text: str) -> Iterator[str]:
-    """Returns the contents of the closed fenced blocks of `text`, in order."""
     return (inside for _, inside in _named_blocks(text))
 
 
@@ -86,11 +76,8 @@ def _named_blocks(text: str) -> Iterator[tuple[str, str]]:
 def _closing(
     text: str, start: int, fence: str, first: int, parser: _LimitedParser
 ) -> tuple[int, int]:
-    """Returns the span of the fence at `first`, or after it, that closes the program at `start`.
-
-    A program may contain fences in its strings: the closing fence is the first one preceded by a
-    valid program, on a line of its own if possible, else the first of all.
-    """
+    """Returns the span of the fence that closes the program at `start`: the first one preceded by a
+    valid program, on a line of its own if possible, else the first. Strings may contain fences."""
     ahead = itertools.islice(_FENCE.finditer(text, first), _FENCES_AHEAD)
     if parser.is_exhausted:
         return next(ahead).span()
@@ -116,11 +103,9 @@ class _LimitedParser:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the parsing budget is used up, so that even short code is refused."""
         return self._left < _LEAST_COST
 
     def parse(self, code: str, *, dedented: bool = False) -> ast.Module | None:
-        """Returns None if `code` is not Python, or beyond the limit."""
         cost = max(len(code), _LEAST_COST)
         if cost > self._left:
             return None
@@ -129,7 +114,6 @@ class _LimitedParser:
 
 
 def defined_names(code: str) -> set[str]:
-    """Returns the names defined at the top level of `code`; empty if it cannot be parsed."""
     tree = parsed(code)
     return _names_in(tree) if tree else set()
 

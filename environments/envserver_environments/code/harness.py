@@ -1,13 +1,10 @@
 """Runs in the sandbox: a program, and calls of its function. Sent there as text, not imported here.
 
-In: JSON on stdin (`code`, `preamble`, `prelude`, `entry_point`, `calls`, and the limits of a call
-and of its value). Out: lines on the original stdout: `ready` once the program is loaded (or the
-error), then one per call: `[number, "v", value]` (encoded as in `values`) or `[number, "e",
-error]`. The program's own output is discarded.
+In: JSON on stdin. Out: lines on the original stdout: `ready` once the program is loaded (or the
+error), then per call `[number, "v", value]` (see `values`) or `[number, "e", error]`.
 
 The program shares this process and can forge any line. It gains nothing: the expected values never
-come here, so it can only forge what it could as well return. The sandbox protects the host, this
-module does not.
+come here. The sandbox protects the host, this module does not.
 """
 
 import builtins
@@ -26,7 +23,6 @@ ERROR_CHARACTERS = 600
 
 
 SLOW_CALLS = 2
-"""After this many slow calls the rest is skipped."""
 
 
 class TimeIsUp(BaseException):
@@ -42,8 +38,6 @@ def time_is_up(number: int, frame: object) -> None:
 
 
 class Writer:
-    """Values as JSON shapes, bounded in depth and number."""
-
     def __init__(self, depth: int, nodes: int, text: int) -> None:
         self.depth = depth
         self.left = nodes
@@ -174,7 +168,6 @@ def loaded(request: "dict[str, Any]") -> "Any":
 
 
 def described(error: BaseException) -> str:
-    """The exception in a line, whatever its own methods do."""
     try:
         if type(error) is TimeIsUp:
             return "it took too long"

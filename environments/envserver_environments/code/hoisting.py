@@ -1,12 +1,7 @@
 """Splits an assert into calls of the function under test and a claim about their values.
 
-    assert abs(area(2) - 12.566) < 1e-3
-
-becomes the call `area(2)`, which runs in the sandbox, and `abs(value - 12.566) < 1e-3`, which is
-evaluated here. So a program can never read the expected value. Pure.
-
-A test cannot be split if it needs names of the program (its classes, other functions), is not a
-single assert, or uses something that `expressions` does not know.
+`assert abs(area(2) - 12.566) < 1e-3` becomes `area(2)`, which runs in the sandbox, and
+`abs(value - 12.566) < 1e-3`, evaluated here: a program can never read the expected value.
 """
 
 from __future__ import annotations
@@ -51,17 +46,11 @@ class NotHoistable(Exception):
 
 @dataclass(frozen=True)
 class HoistedTest:
-    """A test, split into calls and a claim.
-
-    Args:
-        source: as it was written.
-        calls: sources of the calls.
-        claim: an expression in which the names `_call_0`, `_call_1` ... stand for their values.
-    """
+    """A test, split into calls and a claim."""
 
     source: str
     calls: tuple[str, ...]
-    claim: ast.expr
+    claim: ast.expr  # names `_call_0`, `_call_1` ... stand for the calls' values
 
     @property
     def determines(self) -> bool:
@@ -120,7 +109,6 @@ def prelude(sources: tuple[str, ...]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def hoisted(source: str, entry_point: str) -> HoistedTest:
-    """`source`, one assert, taken apart."""
     if len(source) > MAX_TEST_CHARACTERS:
         raise NotHoistable("it is too long")
     tree = parsed(source.strip())
@@ -229,7 +217,6 @@ def turns(target: ast.expr, items: ast.expr) -> list[Values] | None:
 
 
 def bound(target: ast.expr, item: ast.expr) -> Values:
-    """The names that an assignment sets; none where it is not to names."""
     match target, item:
         case ast.Name(id=name), _:
             return {name: item}
@@ -265,8 +252,6 @@ def _items(node: ast.expr) -> list[ast.expr] | None:
 
 
 class Filler(ast.NodeTransformer):
-    """Puts expressions in the place of names."""
-
     def __init__(self, values: Mapping[str, ast.expr]) -> None:
         self._values = values
 

@@ -1,9 +1,5 @@
-"""Results with a known reward (the reference, broken programs, programs that cheat), and
-conversations that solve a task. Pure.
-
-Every cheat is a program that passes some grader without solving anything: one that trusts the exit
-status, the process, its output, `==`, or the files around it. Here each must score 0.
-"""
+"""Results with a known reward: the reference, broken programs, and cheats, each of which passes
+some grader (by exit status, output, `==`, files); and conversations that solve a task. Pure."""
 
 from __future__ import annotations
 
@@ -86,18 +82,15 @@ PROGRAMS: dict[str, str] = {
 
 
 def constant(pairs: list[Pair]) -> str:
-    """Prints the output of the first test, whatever the input."""
     return f"print({pairs[0]['output']!r}, end='')"
 
 
 def table(pairs: list[Pair]) -> str:
-    """Knows the answers to `pairs`, and nothing else."""
     known = {pair["input"]: pair["output"] for pair in pairs}
     return f"import sys\nprint({known!r}.get(sys.stdin.read(), ''), end='')"
 
 
 def after_its_work(code: str, end: str) -> str:
-    """The right program, which then ends otherwise than a program should."""
     return f"{code}\nimport os, sys\nsys.stdout.flush()\n{end}"
 
 
@@ -109,7 +102,6 @@ SPOILED: dict[str, str] = {
     "right, and then for ever": "os.dup2(os.open('/dev/null', os.O_RDWR), 1)\nwhile True: pass",
     "right, and then too much": "while True: print(' ' * 1000)",
 }
-"""Code appended to the reference."""
 
 
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
@@ -399,7 +391,6 @@ SLOW: dict[str, str] = {
 
 
 def known_results(task: Task, *, partial_credit: bool = False) -> Iterator[KnownResult]:
-    """The reference's result, and those that must not be rewarded."""
     name, code = str(task.public["entry_point"]), task.hidden.get("code")
     if code:
         yield KnownResult("gold", _said(fenced(code)), least=1.0, most=1.0)
@@ -472,7 +463,6 @@ def _gold(task: Task) -> Result:
 
 
 def written(program: str, name: str) -> str:
-    """Returns a cheat with `name` as the function's name."""
     return textwrap.dedent(program).replace("NAME", name)
 
 

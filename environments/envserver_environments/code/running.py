@@ -1,9 +1,7 @@
-"""Runs programs in a sandbox: calls of a function, or a whole program per pair of input and output.
+"""Runs programs in a sandbox: calls of a function (`Trial`), or a whole program per pair.
 
-A `Trial` is the plan, without any waiting: it says what to run next, and takes the results. One run
-of the harness does all calls. If a call ends the whole program (it exits or exceeds a limit), that
-call has failed, and a new run does the remaining calls, a few times, within a time limit for all.
-`run_trial` executes the plan in a sandbox.
+One run of the harness does all calls. If a call ends the program, it has failed, and a new run
+does the remaining calls: a few times, within a time limit for all.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ SPEC = SandboxSpec(
         input_kb=4096,
     ),
 )  # fmt: skip
-"""The sandboxes in which programs are scored, and those of the agents."""
 
 
 NOT_THE_PROGRAM = ("lost", "cancelled")
@@ -64,39 +61,25 @@ NOT_THE_PROGRAM = ("lost", "cancelled")
 
 @dataclass(frozen=True)
 class Program:
-    """The program to run.
-
-    Args:
-        code: as the model wrote it.
-        entry_point: the function that is called.
-        preamble: definitions of the task that it may rely on.
-        prelude: imports of the calls, in a separate namespace.
-    """
+    """The program to run."""
 
     code: str
     entry_point: str
-    preamble: str = ""
-    prelude: str = ""
+    preamble: str = ""  # definitions of the task that it may rely on
+    prelude: str = ""  # imports of the calls, in a separate namespace
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one test.
-
-    Args:
-        error: what went wrong if a call returned no value, else None.
-        values: the values of its calls, as text.
-    """
+    """The outcome of one test."""
 
     passed: bool
-    error: str | None
-    values: str
+    error: str | None  # what went wrong if a call returned no value
+    values: str  # the values of its calls, as text
 
 
 @dataclass
 class Trial:
-    """The calls of a program, with their values (`values`) or errors (`errors`)."""
-
     program: Program
     calls: Sequence[str]
     values: dict[int, Any] = field(default_factory=dict)
@@ -175,7 +158,6 @@ async def run_trial(trial: Trial, sandbox: Sandbox) -> Trial:
 
 @functools.cache
 def harness() -> str:
-    """The text of the program that runs programs."""
     return (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
 
 
@@ -226,7 +208,6 @@ def _value(shape: Any) -> tuple[Any, str | None]:
 
 
 def cause(result: ExecResult) -> str:
-    """Returns why a program ended early."""
     if result.killed_by:
         return f"it passed the limit of {result.killed_by}"
     if result.signal is not None:
@@ -243,7 +224,6 @@ _DECIMAL = re.compile(rb"[-+]?(?:\d*\.(\d*)|[1-9]\d*(?=[eE])).*")
 MOST_SECONDS = 30.0
 """CPU seconds of a program at most, whatever limit its row has."""
 LEAST_SECONDS = 1.0
-"""Minimum CPU seconds of one test, whatever a row says; the maximum is the sandbox's."""
 ALL_TESTS_WALL_SECONDS = 40.0
 SLOW_TESTS = 2
 """After this many slow tests the rest is skipped."""
@@ -278,8 +258,7 @@ def same_lines(printed: bytes, wanted: str) -> bool:
     """Returns whether a program printed the expected lines.
 
     Where a decimal is expected, a number may differ by 1e-6, absolute or relative, as on the sites
-    that such tasks come from, or by half of the last of at least four decimals that are expected.
-    All else is the same.
+    that such tasks come from, or by half of the last of at least four expected decimals.
     """
     given, right = _lines(printed), _lines(wanted.encode("utf-8", "surrogatepass"))
     return given == right or (len(given) == len(right) and all(map(_same_line, given, right)))

@@ -1,13 +1,6 @@
-"""Scores a rollout: 1 if the program passes every test, else 0.
-
-A function is loaded in a sandbox, once for all tests; a program that reads and prints has a sandbox
-for each. Half of the tests are hidden from the model and
-its tools; the reward asks for all. Where the task has a reference, the program must also agree with
-it now and then on changed arguments, so that a table of answers is not a solution.
-
-A sandbox that fails is our fault: SandboxError passes through. Whatever a program does in it is the
-model's.
-"""
+"""Scores a rollout: 1 if the program passes every test, else 0. A program must also agree now and
+then with the task's reference on changed arguments: a table of answers is not a solution. A sandbox
+that fails is our fault (SandboxError); what a program does in it is the model's."""
 
 from __future__ import annotations
 
@@ -37,7 +30,6 @@ _TRIES = 6
 
 
 def changed_calls(calls: Sequence[str], count: int, seed: str) -> list[str]:
-    """Returns at most `count` new calls; the same for the same seed."""
     rng = random.Random(f"fuzz-{seed}")
     readable = [read for call in dict.fromkeys(calls) if (read := _read(call)) is not None]
     found: dict[str, None] = {}
@@ -55,10 +47,7 @@ def changed_calls(calls: Sequence[str], count: int, seed: str) -> list[str]:
 
 
 def agreement(program: Mapping[int, Any], reference: Mapping[int, Any]) -> float | None:
-    """Returns the share of the reference's values that the program has, too; None without values.
-
-    Both are keyed by the call's number. Calls on which the reference failed are skipped.
-    """
+    """The share of the reference's values that the program has, too; None without values."""
     if not reference:
         return None
     same = sum(number in program and close(program[number], reference[number], 1e-9)
@@ -139,21 +128,14 @@ _REMEMBERED_REFERENCES = 512
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """Options that turn a verdict into a reward.
+    """Options that turn a verdict into a reward."""
 
-    Args:
-        partial_credit: the share of passed tests is the reward.
-        fuzz: number of changed calls that compare the program with the reference.
-    """
-
-    partial_credit: bool = False
-    fuzz: int = 6
+    partial_credit: bool = False  # the share of passed tests is the reward
+    fuzz: int = 6  # changed calls that compare the program with the reference
 
 
 @dataclass
 class References:
-    """The references' values of changed calls; each is computed once."""
-
     _known: OrderedDict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(
         default_factory=OrderedDict
     )
@@ -161,7 +143,6 @@ class References:
     async def asked(
         self, task: Task, tests: Sequence[HoistedTest], count: int, sandboxes: Sandboxes
     ) -> tuple[list[str], dict[int, Any]]:
-        """The changed calls, and the reference's values by their number."""
         code = task.hidden.get("code")
         if not code or count < 1:
             return [], {}
@@ -203,7 +184,6 @@ async def score_rollout(
 
 
 async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
-    """Judges a whole program: each test in a separate sandbox."""
     seconds = task.public.get("seconds")
     return await judged_pairs(code, all_tests(task), seconds, lambda: sandboxes.open(SPEC))
 
@@ -211,7 +191,6 @@ async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Ve
 async def _judged_calls(
     task: Task, code: str, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> tuple[list[Verdict], float | None]:
-    """Judges a function, and compares it with the reference on changed arguments."""
     tests = [hoisted(source, str(task.public["entry_point"])) for source in all_tests(task)]
     fuzzed, wanted = await references.asked(task, tests, rules.fuzz, sandboxes)
     calls = [call for test in tests for call in test.calls]
@@ -223,7 +202,6 @@ async def _judged_calls(
 
 
 def all_tests(task: Task) -> list[Any]:
-    """Returns all tests: those that the model's tools have, then the hidden ones."""
     return [*task.public["tests"], *task.hidden["tests"]]
 
 
@@ -250,7 +228,6 @@ def judged(tests: Sequence[HoistedTest], trial: Trial) -> list[Verdict]:
 
 
 def submitted(result: Result, entry_point: str) -> str | None:
-    """Returns the program that a rollout ended with, or None."""
     output = result.output
     if isinstance(output, dict):
         code, text = output.get("code"), output.get("text")
@@ -305,7 +282,6 @@ BATCH = 8
 
 
 def checked(tasks: Iterable[Task], sandboxes: Sandboxes) -> Iterator[tuple[Task, str | None]]:
-    """Yields each task with the fault of its reference, or None if it passes."""
     waiting = iter(tasks)
     # The first alone, so that a first task is there soon.
     size = 1

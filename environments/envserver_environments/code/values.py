@@ -1,18 +1,13 @@
-"""Parses a program's return values into exact built-in values. Pure.
+"""Parses a hostile program's return values, strictly, into exact built-in types that hold no code.
 
-The harness in the sandbox writes one JSON text per call; it is as hostile as the program itself. So
-it is parsed strictly, bounded in size and depth, and only ever becomes None, bool, int, float,
-complex, str, bytes, list, tuple, set, frozenset, deque or dict, of exactly these types: nothing
-that holds code. The shapes:
-
-    null, true, false, "text", 12        themselves (integers of at most 18 digits)
-    ["i", "-1f"]                         an integer, in base 16
-    ["f", "0x1.8p+1"]                    a float, as `float.hex` writes it
-    ["c", "0x0.0p+0", "inf"]             a complex number
-    ["b", "00ff"]                        bytes
-    ["u", "eda080"]                      a text with halves of characters, as UTF-8
-    ["l", [...]]                         a list; t: tuple, s: set, z: frozenset, q: deque
-    ["d", [key, value, key, value]]      a dict
+null, true, false, "text", 12        themselves (integers of at most 18 digits)
+["i", "-1f"]                         an integer, in base 16
+["f", "0x1.8p+1"]                    a float, as `float.hex` writes it
+["c", "0x0.0p+0", "inf"]             a complex number
+["b", "00ff"]                        bytes
+["u", "eda080"]                      a text with halves of characters, as UTF-8
+["l", [...]]                         a list; t: tuple, s: set, z: frozenset, q: deque
+["d", [key, value, key, value]]      a dict
 """
 
 from __future__ import annotations
@@ -53,7 +48,6 @@ def read_value(shape: Any) -> Any:
 
 
 def checked_hashes(items: Iterable[Hashable]) -> None:
-    """Refuses elements that would make a set or a dict slow."""
     hashes = Counter(map(hash, items))
     if hashes and max(hashes.values()) > MAX_EQUAL_HASHES:
         raise BadValue("too many elements have the same hash")

@@ -1,7 +1,5 @@
 """`python -m envserver_environments.gaia process ...` is `envserver process --env gaia ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,11 +1,8 @@
-"""Fetches GAIA to a local copy.
+"""Fetches GAIA to a local copy: `python -m envserver_environments.gaia.download [--output-dir
+DIR]`.
 
-`python -m envserver_environments.gaia.download [--output-dir DIR]`.
-
-The data set is gated: its authors admit people with a login who agree not to spread it. So none of
-it ships with this package, and this command uses the login of `hf auth login` or HF_TOKEN. Files
-that are already there are not fetched again; at the end every file is compared with the hub's
-record.
+The data set is gated: its authors admit people with a login (`hf auth login` or HF_TOKEN) who agree
+not to spread it, so none of it ships here. At the end files are compared with the hub's record.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ RAW = Source("gaia-benchmark/GAIA", "682dd723ee1e1697e00360edccf2366dc8418dd9")
 
 
 def fetch(source: Source, folder: Path, *, endpoint: str | None = None) -> int:
-    """Brings `folder` in line with the hub."""
     try:
         import huggingface_hub as hub
     except ImportError as error:
@@ -149,7 +145,6 @@ def summary(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver_environments.gaia.download",
         description="Fetches GAIA, with your login.",

@@ -1,8 +1,7 @@
 """The environment `gaia`: questions whose answers are found in files, by code, or on the web.
 
-Tasks: `public` holds the question and its file (`data` in base64, under a neutral name); `hidden`
-the answer, the level, the author's id, and the solution of built-in tasks. An agent sees only the
-question and the file of the data set: not even the id, which search engines know.
+`public` holds the question and its file (`data` in base64, under a neutral name); `hidden` the
+rest. An agent sees not even the author's id, which search engines know.
 """
 
 from __future__ import annotations
@@ -332,7 +331,6 @@ def _encoded(file: Path, most_bytes: int) -> str:
 
 
 def _write_files(files: list[dict[str, str]], folder: Path) -> list[str]:
-    """Puts the task's files into the agent's folder; their names."""
     for file in files:
         (folder / Path(file["name"]).name).write_bytes(base64.b64decode(file["data"]))
     return [file["name"] for file in files]

@@ -1,10 +1,7 @@
-"""Rows of GAIA, or of any tasks in its shape: the own ones that ship, or a local copy.
-
-In: a folder, or a file of it. Out: questions, or why a row is not one, in any layout:
-`metadata.parquet` (today), `metadata.level1.parquet` and so on, or `metadata.jsonl` (older, and our
-own tasks), in `2023/<split>/`, in `<split>/` or in the folder itself. Solutions that annotators
-wrote are never used.
-"""
+"""Rows of GAIA, or of any tasks in its shape, in any layout: `metadata.parquet` (today),
+`metadata.level1.parquet` and so on, or `metadata.jsonl` (older, and our own tasks), in
+`2023/<split>/`, in `<split>/` or in the folder itself. Solutions that annotators wrote are never
+used."""
 
 from __future__ import annotations
 
@@ -55,20 +52,14 @@ _UNCLEAR: dict[type, str] = {
 
 @dataclass(frozen=True)
 class GaiaQuestion:
-    """One task as its author wrote it.
+    """One task as its author wrote it."""
 
-    Args:
-        task_id: the author's.
-        attachment: the file that belongs to it.
-        solution: Python that prints the answer, if the author gave one (built-in tasks have one).
-    """
-
-    task_id: str
+    task_id: str  # the author's
     question: str
     level: int
     answer: str
-    attachment: Path | None
-    solution: str | None
+    attachment: Path | None  # the file that belongs to it
+    solution: str | None  # Python that prints the answer, of built-in tasks
 
 
 def is_official(copy: Path) -> bool:
@@ -80,12 +71,8 @@ def is_official(copy: Path) -> bool:
 def read_copy(
     copy: Path, split: Split, seed: int = 0, columns: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, GaiaQuestion | str]]:
-    """Returns the rows of a local copy: the place of each, and its question or why there is none.
-
-    Args:
-        split: an official copy has answers for "validation" only; copies without folders for splits
-        are the same for each.
-    """
+    """Returns the place of each row, and its question or why there is none. An official copy has
+    answers for "validation" only; copies without folders for splits are the same for each."""
     files = copy if copy.is_file() else _metadata(copy, split)
     root = copy.parent if copy.is_file() else copy
     rows = file_rows(files, split, seed)
@@ -95,12 +82,7 @@ def read_copy(
 def read_row(
     row: Row, root: Path, folder: Path, columns: Mapping[str, str] | None = None
 ) -> GaiaQuestion:
-    """Reads one row.
-
-    Args:
-        root, folder: where its file may be: the folders of the copy and of the split.
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-    """
+    """Reads a row whose file is in `root` or `folder`, the folders of the copy and of the split."""
     columns = columns or {}
     found = {role: text_of(_one(value)) for role, value in roles_of(row, ROLES, columns).items()}
     if not found.get("answer"):
@@ -127,7 +109,6 @@ def read_row(
 
 
 def _one(value: Any) -> Any:
-    """The only value of a list; the last message of a conversation; else `value`."""
     value = last_message(value)
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 

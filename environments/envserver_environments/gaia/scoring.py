@@ -1,4 +1,4 @@
-"""The score of a rollout: its answer by the official rules of GAIA, and how it came about. Pure.
+"""The score of a rollout: its answer by GAIA's official rules, and how it came about. Pure.
 
 The truth alone decides how an answer is compared: as a number if it is one, else as a list if
 it has a comma or a semicolon, else as text. There is no partial credit and no tolerance.
@@ -34,10 +34,7 @@ _WRAPPERS = (("**", "**"), ("[", "]"), ('"', '"'), ("'", "'"), ("“", "”"), (
 
 def question_scorer(model_answer: Any, ground_truth: str) -> bool:
     """Returns the official verdict. It does not strip "FINAL ANSWER:"; see `extract_answer`.
-
-    Args:
-        model_answer: text; numbers and lists are converted to text, anything else is wrong.
-    """
+    Numbers and lists become text, anything else is wrong."""
     answer = as_text(model_answer)
     if answer is None:
         return False
@@ -49,20 +46,15 @@ def question_scorer(model_answer: Any, ground_truth: str) -> bool:
 
 
 def leaderboard_verdict(submitted: Any, ground_truth: str) -> bool:
-    """Returns the verdict of GAIA's leaderboard, which compares the submitted text as it is.
-
-    So what `extract_answer` takes off makes an answer wrong here. A list is wrong, too: a line
-    of the leaderboard holds a text or a number.
-    """
+    """Returns the verdict of GAIA's leaderboard on the submitted text as it is: what
+    `extract_answer` takes off makes it wrong, and so does a list, since a line there is a text or a
+    number."""
     return isinstance(submitted, str | int | float) and question_scorer(submitted, ground_truth)
 
 
 def extract_answer(output: Any) -> str | None:
-    """Returns the answer in an agent's final text, or None if there is none.
-
-    It is the text after the last "FINAL ANSWER:", or all of it, without one pair of brackets,
-    quotes or double stars around it.
-    """
+    """Returns the text after the last "FINAL ANSWER:", or all of it, without one pair of brackets,
+    quotes or double stars around it."""
     text = as_text(output)
     if text is None:
         return None
@@ -71,7 +63,6 @@ def extract_answer(output: Any) -> str | None:
 
 
 def is_too_long(output: Any) -> bool:
-    """Returns whether the answer in `output` has over MAX_ANSWER_CHARACTERS."""
     text = as_text(output) or ""
     return len(_unwrapped(_MARKER.split(text)[-1].strip())) > MAX_ANSWER_CHARACTERS
 
@@ -98,11 +89,8 @@ def is_number(text: str) -> bool:
 
 
 def is_usable_truth(truth: str) -> bool:
-    """Returns whether answers can be compared with it: it is not "?", empty, infinite or NaN.
-
-    By the rules any text equals the number "inf", none equals "nan", and only punctuation equals
-    the empty text.
-    """
+    """Returns whether answers can be compared with it: by the rules any text equals the number
+    "inf", none equals "nan", and only punctuation equals the empty text."""
     if is_number(truth):
         return math.isfinite(float(truth))
     return bool(_normalised(truth))
@@ -196,23 +184,17 @@ class Weights(BaseModel):
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a rollout.
-
-    Args:
-        turns, tokens: the proxy's counts, and their limits.
-        steps: of the agent; `malformed` and `failed` count those that could not be read, or raised.
-        grounded: the answer occurred in an observation.
-    """
+    """Facts about a rollout."""
 
     correct: bool
-    turns: int = 0
+    turns: int = 0  # by the proxy's count, as `tokens`
     turn_limit: int = 1
     tokens: int = 0
     token_limit: int = 1
     steps: int = 0
-    malformed: int = 0
-    failed: int = 0
-    grounded: bool = True
+    malformed: int = 0  # steps that could not be read
+    failed: int = 0  # steps that raised
+    grounded: bool = True  # the answer occurred in an observation
 
 
 @dataclass(frozen=True)
@@ -268,18 +250,12 @@ def _share(part: int, whole: int) -> float:
 
 @dataclass(frozen=True)
 class Trail:
-    """The steps of an agent, without plans.
-
-    Args:
-        malformed: had neither code nor a call, or are missing in the recording.
-        failed: the other steps whose code or tools failed.
-        observed: all observations that the model read.
-    """
+    """The steps of an agent, without plans."""
 
     steps: int = 0
-    malformed: int = 0
-    failed: int = 0
-    observed: str = ""
+    malformed: int = 0  # had neither code nor a call, or are missing in the recording
+    failed: int = 0  # the other steps whose code or tools failed
+    observed: str = ""  # all observations that the model read
 
 
 def trail_of(messages: Sequence[Message], turns: int) -> Trail:
@@ -326,24 +302,16 @@ Contaminated = Literal["drop", "zero", "score"]
 
 @dataclass(frozen=True)
 class Terms:
-    """Settings of the score.
-
-    Args:
-        turns, tokens: limits of model calls and of sampled tokens.
-        unfinished: rollouts without an answer: scored as wrong, or without a reward.
-        contaminated: rollouts that saw a page revealing the answer: without a reward, scored as
-        wrong, or scored as usual.
-    """
+    """Settings of the score."""
 
     weights: Weights
-    turns: int
-    tokens: int
-    unfinished: Unfinished = "score"
-    contaminated: Contaminated = "drop"
+    turns: int  # limit of model calls
+    tokens: int  # limit of sampled tokens
+    unfinished: Unfinished = "score"  # rollouts without an answer: wrong, or without a reward
+    contaminated: Contaminated = "drop"  # of rollouts that saw a page revealing the answer
 
 
 def judge(task: Task, result: Result, terms: Terms) -> Score:
-    """Returns the score, from the usage and the observations that the proxy recorded."""
     output = result.output if isinstance(result.output, dict) else {}
     submitted = output.get("answer")
     answer, too_long = extract_answer(submitted), is_too_long(submitted)

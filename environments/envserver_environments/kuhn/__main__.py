@@ -3,8 +3,6 @@
 `python -m envserver_environments.kuhn exploitability FILE...` measures recorded players.
 """
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

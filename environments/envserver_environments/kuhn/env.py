@@ -1,8 +1,7 @@
 """The environment `kuhn`: two agents play Kuhn poker; the server deals and holds the cards.
 
-Tasks: `public` has only the number of the deal; `hidden` the two cards. A player's card reaches the
-worker when that player is to move, never the other's. Rewards are chips, by agent, and add up to
-zero; `reward` is what the first player won, so that its mean in equilibrium is -1/18.
+A player's card reaches the worker when that player is to move, never the other's. Rewards are
+chips, by agent, and add up to zero; `reward` is what the first player won.
 """
 
 from __future__ import annotations
@@ -108,8 +107,6 @@ class Kuhn(Environment):
 
 
 class Table:
-    """One game on the server: its cards, and what was done."""
-
     def __init__(self, cards: list[str]) -> None:
         self.cards = cards
         self.history = ""
@@ -133,7 +130,6 @@ async def play(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def question(seen: Mapping[str, Any]) -> list[Message]:
-    """Returns what the player to move is asked."""
     names = {action[0]: action for action in ACTIONS}
     done = " ".join(names[letter] for letter in seen["history"]) or "none"
     text = f"Kuhn poker. Your card: {seen['card']}. Actions so far: {done}. pass or bet?"
@@ -141,13 +137,11 @@ def question(seen: Mapping[str, Any]) -> list[Message]:
 
 
 def action_of(text: str) -> str | None:
-    """Returns the last action that an answer names, or None."""
     named = _ACTION.findall(text.lower())
     return named[-1] if named else None
 
 
 def _game_of(output: Any) -> tuple[str | None, bool]:
-    """Returns the actions of a game that has ended or was forfeited; None for anything else."""
     if not isinstance(output, dict):
         return None, False
     history, forfeited = output.get("history"), output.get("forfeited") is True

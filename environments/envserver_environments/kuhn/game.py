@@ -62,17 +62,14 @@ def value(one: Strategy, other: Strategy) -> float:
 
 
 def exploitability(strategy: Strategy) -> float:
-    """Returns the mean of what a perfect opponent wins in each seat, in chips a game.
-
-    0 in an equilibrium only; 11/24 for a strategy that always tosses a coin.
-    """
+    """The mean of what a perfect opponent wins in each seat, in chips a game: 0 in an equilibrium
+    only, 11/24 for a strategy that always tosses a coin."""
     first = _best(lambda answer: value(answer, strategy), _spots_of(0), strategy)
     second = _best(lambda answer: -value(strategy, answer), _spots_of(1), strategy)
     return (first + second) / 2
 
 
 def equilibrium(a: float = 1 / 3) -> dict[Spot, float]:
-    """Returns the equilibrium in which player 0 bets J with the probability `a`."""
     return {
         ("J", ""): a, ("Q", ""): 0.0, ("K", ""): 3 * a,
         ("J", "pb"): 0.0, ("Q", "pb"): a + 1 / 3, ("K", "pb"): 1.0,
@@ -92,10 +89,8 @@ def _best(wins: Callable[[Strategy], float], spots: list[Spot], other: Strategy)
 
 
 def strategy_of(outputs: Iterable[Any]) -> dict[Spot, float]:
-    """Returns how often the players of `outputs` (of rollouts) bet at each spot.
-
-    By the rule of succession, `(bets + 1) / (seen + 2)`: 1/2 for a spot that was never reached.
-    """
+    """How often the players of `outputs` (of rollouts) bet at each spot, by the rule of succession,
+    `(bets + 1) / (seen + 2)`: 1/2 for a spot that was never reached."""
     seen: Counter[Spot] = Counter()
     bets: Counter[Spot] = Counter()
     for output in outputs:
@@ -106,7 +101,6 @@ def strategy_of(outputs: Iterable[Any]) -> dict[Spot, float]:
 
 
 def outputs_in(path: Path) -> Iterator[Any]:
-    """Yields the outputs of the rollouts in a file of `envserver process`, in order."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield from (one["output"] for one in json.loads(line)["envserver"]["rollouts"])

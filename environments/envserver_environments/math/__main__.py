@@ -1,7 +1,5 @@
 """`python -m envserver_environments.math process ...` is `envserver process --env math ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,10 +1,5 @@
-"""The agent: a loop of chat and tool calls that ends with an answer.
-
-In: a task's public part, and `run`. Out: `{"answer", "text"}`: the argument of `finish` if it was
-called, and the model's last text. It ends at a `finish`, at a text without a tool call, at an
-answer that was cut off, after `max_turns`, or after ten tool errors; after `finish` nothing more is
-asked.
-"""
+"""The agent: a loop of chat and tool calls that ends with an answer. Returns {"answer": the
+argument of `finish` or None, "text": the last text}."""
 
 from __future__ import annotations
 
@@ -45,11 +40,7 @@ TOOLS = toolbox(Tool(CALCULATE, calculate), finish)
 async def solve(
     task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None
 ) -> dict[str, Any]:
-    """Runs one attempt at `task`.
-
-    Args:
-        prompt: the system prompt; "": none; None: the mode's own.
-    """
+    """Runs one attempt; `prompt` replaces the mode's system prompt, "": none."""
     system = system_prompt(mode) if prompt is None else prompt
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question(task.public)})
@@ -64,7 +55,6 @@ async def solve(
 
 
 def finish_answer(message: Message) -> str | None:
-    """Returns the answer in a message's first valid call of `finish`, or None."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
         try:
@@ -104,7 +94,6 @@ _PRINT = re.compile(r"print\((.*)\)", re.DOTALL)
 
 
 def commands_of(text: str) -> list[str]:
-    """Returns the fenced commands of a message."""
     return _FENCE.findall(text)
 
 

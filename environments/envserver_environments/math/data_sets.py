@@ -1,12 +1,8 @@
-r"""Converts rows of data sets to `Problem`s, by what their fields are. Pure.
+"""Converts rows of data sets to `Problem`s, by what their fields are. Pure.
 
 The answer ("gold") is the row's answer, else what its solution boxes or ends with after `####`:
-
-    several answers    listed with commas
-    with options       a letter, from a letter, an option's text or an index from 0
-    with ####          what stands after the last one, without commas
-    a number           without a decimal point where it is whole; `9 (apples)` without its unit
-    $...$ or \boxed    what stands in it
+several are listed with commas; a letter is found from a letter, an option's text or an index from
+0; a number loses commas, its unit in `9 (apples)`, and the point where it is whole.
 """
 
 from __future__ import annotations
@@ -80,11 +76,8 @@ ROLES = table_of(
     ),
     expression="expression, Equation, equation, formula",
 )
-"""Names of each role in published sets: their cards, and the rows of those with open ones.
-
-What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer of
-a question with options only; elsewhere it may be a mark.
-"""
+"""What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer
+of a question with options only; elsewhere it may be a mark."""
 _LETTERS = string.ascii_uppercase
 _NO_ANSWERS = ("proof", "notfound", "n/a", "none", "nan")
 _LABEL = re.compile(r"^\s*(?:[(（]\s*([A-Za-z])\s*[)）]|([A-Za-z])\s*[).:．、：])\s*")
@@ -123,22 +116,14 @@ _LONGEST_INSTRUCTION = 500
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with its answer.
+    """A problem with its answer."""
 
-    Args:
-        question: the question, without the options.
-        answer: the gold: a number, LaTeX, or a letter.
-        kind: number: the answer must be a plain number; expression: any LaTeX; letter: an option.
-        options: texts of the options A, B, C ... of a letter problem.
-        expression: arithmetic that gives the answer, if the data set has it.
-    """
-
-    question: str
-    answer: str
-    kind: Kind
+    question: str  # without the options
+    answer: str  # the gold: a number, LaTeX, or a letter
+    kind: Kind  # number: a plain number is wanted; expression: any LaTeX; letter: an option
     data_set: str
     options: list[str] = field(default_factory=list)
-    expression: str | None = None
+    expression: str | None = None  # arithmetic that gives the answer
 
 
 def read_problem(
@@ -186,11 +171,8 @@ def read_problem(
 
 
 def why_unusable(problem: Problem) -> str | None:
-    """Returns why no answer to `problem` could ever be right, or None if one can.
-
-    This is the cheap part of checking a gold against itself; the rest is done where
-    answers are verified.
-    """
+    """Returns why no answer could ever be right, or None. This is the cheap part; a gold is
+    compared with itself where answers are verified."""
     gold = problem.answer
     if problem.kind == "number" and not is_number_literal(gold):
         return "the gold is not a number"
@@ -320,8 +302,6 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
 
 
 def _options(row: Row, found: dict[str, Any]) -> list[str]:
-    """The texts of the options: a list, or one string with a label before each, or columns such as
-    A, B, C, ... or option1, option2, ..., whose labels are noted."""
     value: Any = by_label(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)

@@ -1,29 +1,28 @@
-"""The environment `math`: problems with a checkable answer, with or without a calculator.
-
-Tasks: `public` holds what the model may see (`question`, `options`, and `data_set`), `hidden` the
-answer and how it is compared (`kind`).
-"""
+"""The environment `math`: problems with a checkable answer. `public` holds `question`, `options`
+and `data_set`; `hidden` the answer and how it is compared (`kind`)."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
+    SEVERAL,
     DataEnvironment,
     NumberedRow,
     OptionRowsConfig,
     Row,
     first_option,
     id_of,
+    listed,
     made,
     mixed,
     name_of,
 )
 from envserver_tools.calling import visible_text
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from envserver import (
     Environment,
@@ -68,7 +67,7 @@ class Math(DataEnvironment):
     class Config(OptionRowsConfig):
         """Selects the problems, the way of solving them, and the scoring."""
 
-        data_set: DataSetName | list[DataSetName] = "sample"
+        data_set: Annotated[DataSetName | list[DataSetName], SEVERAL] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 48 built-in tasks."""
         mode: Mode = "tools"
         """tools: calculator and finish; single: one answer, no tools; seed0: fenced commands."""
@@ -80,27 +79,16 @@ class Math(DataEnvironment):
         """Replaces the mode's system prompt; "": no system prompt."""
         max_operand: int = Field(default=9, ge=1)
         """Largest number in the questions of the data set `arithmetic`."""
-        procedural: list[str] = list(procedural.ALLOWED)
+        procedural: Annotated[list[str], SEVERAL] = list(procedural.ALLOWED)
         """Generators of the data set `procedural`."""
         partial_credit: bool = False
         """Keep the generators' scores between 0 and 1."""
         tool_error_penalty: float = 0.0
         """Subtracted from the reward per failed tool call; the reward stays at least 0."""
 
-        @field_validator("data_set", "procedural", mode="before")
-        @classmethod
-        def _several(cls, value: object) -> object:
-            return value.split(",") if isinstance(value, str) and "," in value else value
-
     def tasks(self, split: Split) -> Iterator[Task]:
-        chosen = self.config.data_set
-        names: list[DataSetName] = (
-            list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
-        )
-        streams = [self._tasks_of(name, split) for name in names]
-        return (
-            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
-        )
+        streams = [self._tasks_of(name, split) for name in listed(self.config.data_set)]
+        return mixed(streams, f"mix-{self.config.seed}-{split}")
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self.config.mode, self.config.system_prompt)

@@ -1,8 +1,5 @@
-r"""Brings a gold and an answer to one form, and finds answers whose form the gold excludes. Pure.
-
-In: LaTeX, mostly as `latex.readable` returns it. Out: both in a form that math-verify compares,
-such as `(-\infty,1)` for `x<1`; or whether they are equal, where their form decides.
-"""
+r"""Brings a gold and an answer, mostly from `latex.readable`, to one form that math-verify
+compares, such as `(-\infty,1)` for `x<1`; or decides by their form. Pure."""
 
 from __future__ import annotations
 
@@ -121,8 +118,7 @@ def as_asked(gold: str, answer: str) -> tuple[str, str] | None:
 def same_family(gold: str, answer: str) -> tuple[str, str] | None:
     r"""Returns both without a clause such as `k \in \mathbb{Z}`, their parameters with one name.
 
-    The clause may be missing from one of them; a gold without it keeps its names. None if the
-    parameters have different domains.
+    One of them may lack it; a gold without it keeps its names. None for different domains.
     """
     found = [_family(text) for text in (gold, answer)]
     domains = {family.domain for family in found if family}
@@ -160,9 +156,7 @@ def _family(latex: str) -> _Family | None:
 
 def same_words(gold: str, answer: str) -> bool | None:
     """Returns whether `answer` has the letters of a word, a name or a choice; None for formulas.
-
-    Words with commas that repeat, or do not follow the alphabet, are an order.
-    """
+    Words with commas that repeat, or do not follow the alphabet, are an order."""
     (wanted, gold_rest), (given, answer_rest) = map(labelled, (gold, answer))
     if given and (len(wanted) > 1 or wanted.isupper() or gold[0] == "("):
         if wanted.casefold() != given.casefold():
@@ -196,10 +190,7 @@ def same_in_base(gold: str, answer: str) -> bool | None:
 
 
 def same_logic(gold: str, answer: str) -> bool | None:
-    r"""Compares `p \land \neg q` with `\neg q \land p`, and the like for sets, in any order.
-
-    None if one of them has another form.
-    """
+    r"""Compares `p \land \neg q` with `\neg q \land p`, also of sets; None for another form."""
     if "|" in gold + answer:  # divides, or an absolute value
         return None
     wanted, given = (
@@ -227,11 +218,9 @@ def same_residues(gold: str, answer: str) -> bool | None:
 
 
 def forms_differ(gold: str, answer: str) -> bool:
-    """Returns whether `answer` has a form that cannot equal `gold`, though math-verify says so.
-
-    It takes the right side of any equation, and the ends of an interval, for the whole; it takes
-    pairs for sets, and overlooks dots and brackets at infinity.
-    """
+    """Returns whether the form excludes that they are equal, though math-verify says so: it takes
+    the right side of any equation, and the ends of an interval, for the whole; it takes pairs for
+    sets, and overlooks dots and brackets at infinity."""
     if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
         return True
     if bool(_UNEQUAL.search(gold)) != bool(_UNEQUAL.search(answer)):
@@ -307,8 +296,8 @@ def _proportions(ratio: str) -> str:
 
 
 def _as_vector(latex: str, other: str) -> str:
-    r"""Returns a matrix of one row or column, or a point with a name, as a tuple, if the other side
-    is one; and any vector as `3i+4j`, if the other side is such a sum."""
+    """Returns a matrix of one row or column, or a named point, as a tuple if the other side is one;
+    any vector as `3i+4j` if the other side is such a sum."""
     if _TUPLE.match(other):
         latex = _POINT.sub("", latex)
     vector = _VECTOR.fullmatch(latex) or _TUPLE.fullmatch(latex)

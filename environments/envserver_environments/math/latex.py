@@ -1,8 +1,7 @@
 r"""Reads LaTeX as TeX does. Pure.
 
-In: a gold or an answer without `\boxed`. Out: the same mathematics in a form that math-verify
-understands: braces around the arguments of `\frac` and `\sqrt`, plain numbers out of `\text{12}`,
-`12 \times 10^{6}` for `12\text{ million}`, and units as `\text{...}` behind their number.
+The result is a form that math-verify understands: braces around the arguments of `\frac`, plain
+numbers out of `\text{12}`, `12 \times 10^{6}` for `12\text{ million}`, units as `\text{...}`.
 """
 
 from __future__ import annotations
@@ -278,8 +277,8 @@ def without_marks(latex: str) -> str:
 
 
 def labelled(latex: str) -> tuple[str, str]:
-    r"""Splits `\text{(C) } 12`, `option C` or `\text{Total: }12` into a letter or a name, and the
-    rest; both may be empty."""
+    r"""Splits `\text{(C) } 12`, `option C` or `\text{Total: }12` into a letter or name, and the
+    rest."""
     found = _LABELLED.fullmatch(latex)
     if found is None:
         return "", latex
@@ -289,11 +288,7 @@ def labelled(latex: str) -> tuple[str, str]:
 
 
 def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
-    """Splits a readable text into its value and its unit, which may be empty.
-
-    Args:
-        letters: `12 m` is metres, and not algebra.
-    """
+    """Splits a readable text into value and unit; `letters`: `12 m` is metres, and not algebra."""
     if letters and (found := _LETTER.fullmatch(latex)) and measure(found[2]):
         return found[1], found[2]
     if (found := _UNIT.fullmatch(latex)) is None:
@@ -304,10 +299,8 @@ def quantity(latex: str, *, letters: bool = False) -> tuple[str, str]:
 
 
 def with_braces(latex: str) -> str:
-    r"""Puts braces around arguments without them: `\frac{\sqrt3}2` is `\frac{\sqrt{3}}{2}`.
-
-    As in TeX an argument without braces is one token: `\frac123` is one half, then 3.
-    """
+    r"""Puts braces around arguments. As in TeX one without them is one token: `\frac123` is 1/2,
+    then 3."""
     parts: list[str] = []
     missing = 0
     outer: list[int] = []  # arguments that are missing after each open brace

@@ -1,8 +1,5 @@
-r"""Decides whether an answer is a plain number, written out.
-
-The rule for data sets whose answers are numbers: it closes the hole of boxing the unevaluated
-expression (`\boxed{12 \cdot 34}` would verify as equal).
-"""
+r"""Decides whether an answer is a plain number, where answers are numbers: boxing the unevaluated
+expression `12 \cdot 34` must not pay."""
 
 from __future__ import annotations
 
@@ -52,11 +49,8 @@ _NO_UNIT = re.compile(
 
 
 def plain_number(latex: str) -> Fraction | None:
-    r"""Returns the number that a readable text is; None if it is not plain.
-
-    Plain are an integer or a decimal (also with thousands commas), `a/b`, `\frac{a}{b}` and
-    `1.2 \times 10^{-5}`, of so few digits that they are compared at once.
-    """
+    r"""Returns the number that a readable text is; None if it is not plain: an integer, a decimal
+    (also with thousands commas), `a/b`, `\frac{a}{b}` or `1.2 \times 10^{-5}`, of few digits."""
     found = _PLAIN.fullmatch(latex)
     if found is None:
         return None
@@ -72,8 +66,8 @@ def plain_number(latex: str) -> Fraction | None:
 
 
 def listed_numbers(latex: str) -> list[Fraction]:
-    """Returns the number that `latex` is, or the numbers listed in it, each with its unit or name:
-    a list, a set, a pair or an interval. Empty if it is something else."""
+    """Returns the number that `latex` is, or those listed in it (a list, set, pair or interval),
+    each with its unit or name; else nothing."""
     if (one := plain_number(latex)) is not None:
         return [one]
     texts = re.findall(PLAIN_NUMBER, latex) if _LISTED.fullmatch(latex) else []
@@ -93,12 +87,9 @@ def lists_differ(gold: str, answer: str) -> bool:
 
 
 def is_number_literal(answer: str) -> bool:
-    r"""Returns whether `answer` is one number and nothing else.
-
-    An integer with optional commas, a decimal, a fraction of integers (also mixed), a power of ten
-    or a number times one; each with an optional sign, dollar sign, percent sign, `\text{unit}` or
-    degree sign, and an optional `x =` or `f(2) =` before it.
-    """
+    """Returns whether `answer` is one number: an integer, a decimal, a fraction of integers (also
+    mixed), a power of ten or a number times one; with optional sign, dollar or percent sign, unit,
+    degree sign, and `x =` or `f(2) =` before it."""
     value, unit = quantity(readable(answer) if len(answer) <= 300 else "")
     return _LITERAL.fullmatch(value) is not None and not changes_number(unit)
 

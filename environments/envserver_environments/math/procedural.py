@@ -1,9 +1,5 @@
-"""Endless problems: sums and sorting, and those of reasoning-gym, with its scorers made safe.
-
-Only generators whose scorer cannot be fooled are allowed (several of the library give full credit
-to a constant or to any text, or evaluate the answer as Python). The library comes with the extra
-`procedural`.
-"""
+"""Endless problems: sums, sorting, and those of reasoning-gym (extra `procedural`), of which only
+generators are allowed whose scorer cannot be fooled."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ BLOCK = 1000
 _SPLIT_SEEDS: dict[Split, int] = {"train": 0, "validation": 10**15, "test": 2 * 10**15}
 
 Entry = dict[str, Any]
-"""`question`, `answer`, `metadata`, as the library makes them."""
 
 
 def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str, Entry]]:
@@ -74,12 +69,8 @@ def is_entry(row: dict[str, Any]) -> bool:
 
 
 def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -> float:
-    """Returns the library's score, in [0, 1]; 0 if its scorer raises.
-
-    Args:
-        partial_credit: pass scores between 0 and 1 on; otherwise only a full score counts, since
-            several scorers pay for a matching prefix or for garbage.
-    """
+    """Returns the library's score in [0, 1]; 0 if its scorer raises. Without `partial_credit` only
+    a full score counts: several scorers pay for a matching prefix or for garbage."""
     answer = answer.replace("\\times", "×").replace("\\cdot", "*").strip().strip("$").strip()
     if name == "polynomial_multiplication":
         # Its own scorer hands the answer to Python's `eval`.
@@ -176,7 +167,6 @@ def arithmetic_problems(max_operand: int, split: Split, seed: int) -> Iterator[t
 
 
 def sorting_problems(split: Split, seed: int) -> Iterator[tuple[str, Problem]]:
-    """Yields (id, problem), each problem of the split once; ids look like `sort-41932`."""
     for place in _shuffled(9**DIGITS, f"sorting-{split}-{seed}"):
         number = "".join(str(place // 9**digit % 9 + 1) for digit in range(DIGITS))
         if _split_of(task_id := f"sort-{number}") == split:

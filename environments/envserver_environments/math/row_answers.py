@@ -1,9 +1,5 @@
-r"""The gold of a row, wrong answers that are surely wrong, and why a gold is doubtful. Pure.
-
-`envserver check` scores these answers for every row of a file. A wrong answer is made of the gold:
-negated, tenfold, its successor. It is left out where it may be right: 0 for a gold that may be 0,
-`-x` for `\{-1,1\}`, a number for a formula that may have its value.
-"""
+"""The gold of a row, surely wrong answers made of it (negated, tenfold, its successor), which
+`envserver check` scores, and why a gold is doubtful. Pure."""
 
 from __future__ import annotations
 
@@ -36,11 +32,7 @@ _LONGEST = 40
 
 
 def row_answers(task: Task, others: Sequence[Task]) -> Iterator[KnownResult]:
-    """Yields the gold and wrong answers of a row.
-
-    Args:
-        others: tasks whose golds are wrong answers here, the first that surely differs.
-    """
+    """The first gold of `others` that surely differs is a wrong answer."""
     gold, question = str(task.hidden["answer"]), str(task.public["question"])
     yield KnownResult("gold", _said(f"So it is \\boxed{{{gold}}}."), 1.0, 1.0)
     if re.search("[A-Za-z]{3}", question) and not _LABEL.match(question):

@@ -1,8 +1,5 @@
-"""Scores a rollout: 1 for a correct answer, else 0.
-
-The answer is the argument of `finish`, else the last balanced box of the visible text; a letter is
-found by the rules for options. Pure but for the comparison itself, which is `verification`'s.
-"""
+"""Scores a rollout: 1 for a correct answer, else 0. The answer is the argument of `finish`, else
+the last balanced box of the visible text; a letter is found by the rules for options."""
 
 from __future__ import annotations
 
@@ -26,19 +23,12 @@ _HASHES = re.compile(r"####\s*\S[^\n]*\s*\Z")
 
 @dataclass(frozen=True)
 class ScoringRules:
-    """Rules for a correct answer, beyond equality.
+    """Rules for a correct answer, beyond equality."""
 
-    Args:
-        literal: numbers must be written out; None: if the data set's answers are numbers.
-        lenient: accept plain expressions.
-        tool_error_penalty: deducted per failed tool call, down to 0.
-        partial_credit: accept partial scores of the generators' scorers.
-    """
-
-    literal: bool | None = None
-    lenient: bool = False
-    tool_error_penalty: float = 0.0
-    partial_credit: bool = False
+    literal: bool | None = None  # numbers must be written out; None: if the data set's answers are
+    lenient: bool = False  # accept plain expressions
+    tool_error_penalty: float = 0.0  # deducted per failed tool call, down to 0
+    partial_credit: bool = False  # accept partial scores of the generators' scorers
 
 
 @dataclass(frozen=True)
@@ -58,7 +48,6 @@ class ModelAnswer:
 
 
 def score_rollout(task: Task, result: Result, rules: ScoringRules) -> Score:
-    """The score of `result`; `task.hidden` holds `answer` and `kind`, or a generator's `entry`."""
     tool_errors = float(result.metrics.get("tool_errors", 0.0))
     metrics = {"tool_errors": tool_errors, "truncated": float(result.truncated)}
     if metrics["truncated"]:

@@ -1,8 +1,5 @@
-r"""Units of measure: how much of one unit another is. Pure.
-
-In: what stands behind a number, such as `cm`, `m/s^2`, `square feet` or `dollars`. Out: its size in
-base units and its dimensions, if each word of it is known: `cookies` is not.
-"""
+"""Units of measure, such as `cm`, `m/s^2`, `square feet` or `dollars`: size and dimensions, if each
+word is known. Pure."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-r"""Evaluates formulas at a point in floating point, to see that two are surely different. Pure.
-
-In: LaTeX such as `\frac{3x+1}{2}` or `2\sqrt{3}`. Out: its value where each name stands for a fixed
-number, or None if it is no plain term, can be read in two ways, or has parts so large that floats
-are not exact enough. Two terms that are equal for all values of their names have the same value.
-"""
+"""Evaluates formulas in floating point at a point, each name a fixed number, to see that two surely
+differ. None for what is no plain term, can be read in two ways, or is not exact enough. Pure."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-r"""Decides with math-verify whether an answer equals the gold, whatever the answer contains.
+"""Decides with math-verify whether an answer equals the gold, whatever the answer contains.
 
-An answer is hostile input: `9^{9^9}` or `10^8!` can cost minutes and gigabytes. So each comparison
-runs in a separate process, forked from the warm scorer, with limits of memory and CPU time; a kill
-follows if these fail. The answer is then wrong, which is the
-model's fault, and the scorer is not affected. The limit is CPU time, since by wall clock a right
-answer would be wrong on a busy machine.
-
-math-verify is not symmetric: the gold comes first, else an answer may repeat a condition of the
-problem instead of solving it. Where it is wrong, the form decides first (see `forms`).
+It may cost minutes and gigabytes (`9^{9^9}`). So each comparison runs in a process forked from the
+warm scorer, with limits of memory and CPU time (wall time would fail right answers on a busy
+machine). math-verify is not symmetric: the gold comes first, else an answer may repeat a condition
+of the problem instead of solving it. Where it is wrong, the form decides first (see `forms`).
 """
 
 from __future__ import annotations
@@ -70,8 +66,8 @@ def is_huge(latex: str) -> bool:
 
 
 class _Size(NamedTuple):
-    """The decimal logarithm of a formula's value, and its terms when multiplied out: 0 of nothing,
-    1 of a number."""
+    """The decimal logarithm of a formula's value, and its terms when multiplied out: 1 of a
+    number."""
 
     digits: float = 0.0
     terms: int = 0
@@ -206,8 +202,7 @@ def _value(digits: float) -> float:
 
 
 CPU_SECONDS = 0.8
-"""CPU time of the process that compares one answer; one that never ends takes all of it. The
-slowest of 534 labelled pairs takes 0.17."""
+"""Limit of one comparison; the slowest of 534 labelled pairs takes 0.17."""
 _NO_TIMEOUT = None
 """math-verify's own limits are by the clock, so a busy machine would decide; those here are not."""
 KILL_SECONDS = 100.0
@@ -218,8 +213,8 @@ MEMORY_BYTES = 1 << 30
 _ROUNDED = Fraction(1, 10_000)
 """Numbers that differ by more are never equal to math-verify, which rounds to six decimals."""
 _SMALL, _NEAR = Fraction(1, 10), Fraction(5, 1_000_000)
-"""Below the first, rounding to six decimals makes different numbers equal; they may differ by the
-second of themselves, which is what it allows for a number as large as the first."""
+"""Below _SMALL rounding makes different numbers equal; they may differ by the share _NEAR, which
+math-verify allows for a number as large as _SMALL."""
 _INTEGER = re.compile(r"-?[0-9]{1,100}")
 _IN_PERCENT = re.compile(r"%|\bper\s?cent", re.IGNORECASE)
 _EQUAL = re.compile(r"(?<![<>!])=|\\approx(?![A-Za-z])")
@@ -266,7 +261,7 @@ def compare(gold: str, answer: str, *, lenient: bool = False, question: str = ""
 
     Args:
         lenient: also accept plain expressions, as math-verify does by default.
-        question: if it asks for percents, `7\%` equals the gold `7`; if it asks for `2x`, `2x=7`.
+        question: if it asks for percents, `7\%` equals the gold `7`; if for `2x`, `2x=7` does.
     """
     decided = _decided(gold, answer)
     if decided is not None:
@@ -340,11 +335,9 @@ def _names_in(side: str) -> set[str]:
 
 
 def _result(gold: str, answer: str, question: str) -> str | None:
-    """Returns `answer`, or the side of it nearest to the gold if that is no equation.
-
-    None if it is wrong or not solved, such as `1+1=3` or `2x=3` for the gold 3, unless the question
-    asks for `2x`. To math-verify the last side of any equation is the answer.
-    """
+    """Returns `answer`, or the side of it nearest to the gold if that is no equation. None if it is
+    wrong or not solved, as `1+1=3` or `2x=3` for 3, unless the question asks for `2x`: to
+    math-verify the last side of any equation is the answer."""
     *sides, last = map(str.strip, _EQUAL.split(answer))
     if not sides or _EQUAL.search(gold):
         return answer
@@ -423,10 +416,7 @@ _waiting: list[Case] | None = None
 @contextmanager
 def compared_together() -> Iterator[None]:
     """Within the block `compare` only notes what it is asked, which no model wrote. At the end one
-    child compares all of it, for `compare` to know.
-
-    Each comparison has its own limits; after one that fails another child goes on.
-    """
+    child compares all of it, each with its own limits; after a failure another child goes on."""
     global _waiting
     cases: list[Case] = []
     _waiting = cases
@@ -538,10 +528,8 @@ def _near(wanted: Any, given: Any) -> bool:
 
 
 def _agree(wanted: Any, given: Any) -> bool:
-    """Returns whether values that math-verify calls equal have as many parts, each of them near.
-
-    It compares sets without repetitions, and rounds to six decimals.
-    """
+    """Returns whether values that math-verify calls equal have as many parts, each of them near: it
+    compares sets without repetitions, and rounds to six decimals."""
     if _kind(wanted) == _kind(given) == "Equality" and wanted.lhs != given.lhs:
         return True
     if _kind(wanted) == _kind(given) == "Symbol":  # Delta is not delta

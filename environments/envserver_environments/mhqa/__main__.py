@@ -1,7 +1,5 @@
 """`python -m envserver_environments.mhqa process ...` is `envserver process --env mhqa ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,16 +1,10 @@
 """The agent: decompose, retrieve, reason for each hop, finalize; in one of five ways.
 
-    tools      tool calls: search, read, finish
-    text       the same tools as texts: THOUGHT, TOOL_CALL, FINAL
-    tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
-    scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
-    memory     the same steps without any search, for a question without passages
-
-In: a task's public part, and `run`. Out: `{"answer", "text", "facts", "passages", "evidence"}`: the
-submitted answer (None: there was none), the model's last text, and the evidence for the answer:
-(title, sentence number) pairs, keys of passages, triples. Every way is one append-only
-conversation. It ends at `finish`, at `<answer>`, at a text without a tool call, at a text that was
-cut off, after `max_turns`, or after ten tool errors.
+tools      tool calls: search, read, finish
+text       the same tools as texts: THOUGHT, TOOL_CALL, FINAL
+tags       AFM's way: <plan>, <wiki_search>, <reflection>, <answer>
+scripted   fixed steps: a list of sub-questions, a search and a note for each, the answer
+memory     the same steps without any search, for a question without passages
 """
 
 from __future__ import annotations
@@ -46,22 +40,16 @@ OBSERVATION = "<observation>"
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of an agent.
-
-    Args:
-        top_k: hits per search.
-        unanswerable: tell the model that there may be no answer, and how to say so.
-    """
+    """Options of an agent."""
 
     mode: Way = "tools"
     scope: Scope = "question"
-    top_k: int = 3
+    top_k: int = 3  # hits per search
     max_searches: int = 8
-    unanswerable: bool = False
+    unanswerable: bool = False  # tell the model that there may be no answer, and how to say so
 
 
 async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
-    """Runs one attempt at `task`."""
     shelf = _shelf(task, run, rules)
     question = task.public["question"]
     match rules.mode:
@@ -86,7 +74,6 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
 
 
 def harness_task(task: PublicTask, run: Rollout, rules: AgentOptions) -> HarnessTask:
-    """Returns what another program gets for `task`: the question, and the search as tools."""
 
     async def answered(workspace: Sandbox, words: str) -> dict[str, Any]:
         return {"answer": None, "text": words, "facts": [], "passages": [], "evidence": []}
@@ -238,13 +225,11 @@ class _Thoughts:
 
 
 def tagged_queries(text: str) -> list[str]:
-    """Returns the queries of <wiki_search> in the visible text, separated by `|`."""
     asked = _QUERY.findall(visible_text(text) or "")
     return [query.strip() for one in asked for query in one.split("|") if query.strip()]
 
 
 def numbered_list(text: str) -> list[str]:
-    """Returns the entries of a numbered list in the visible text."""
     return [found.strip() for found in _ENTRY.findall(visible_text(text) or "") if found.strip()]
 
 
@@ -259,7 +244,6 @@ def substituted(sub_question: str, answers: list[str]) -> str:
 
 
 def provisional_answer(note: str) -> str:
-    """The answer at the end of a note: as it is marked, else its last line."""
     marked = extract_answer(note)
     if marked is not None:
         return marked[:MAX_FINISH_CHARACTERS]

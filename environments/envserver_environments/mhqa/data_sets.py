@@ -1,9 +1,5 @@
-"""Loads data sets and corpora, and converts rows to `MultiHopQuestion`s by what their fields are.
-
-The answers are all texts in the row's answer, whatever holds them, and its aliases; booleans are
-yes and no. Passages are objects, pairs or columns of titles and sentences or texts, or plain
-texts, in blocks; `context_titles` names passages of a corpus.
-"""
+"""Converts rows and corpora. All texts in the answer count, whatever holds them, and its aliases.
+Passages are objects, pairs or columns of titles and sentences or texts, or plain texts."""
 
 from __future__ import annotations
 
@@ -79,12 +75,10 @@ _ANSWERS = (
     *("target", "value", "text", "answer", "spans", "number", "short_answers", "aliases"),
     *("normalized_aliases", "normalizedaliases"),
 )
-"""Fields of an answer that hold texts that are right."""
 _TEXTS = (
     *("sentences", "text", "content", "passage_text", "wiki_context", "search_context"),
     "contexts",
 )
-"""Columns of passages."""
 _BOOLEANS = {"true": "yes", "false": "no"}
 _YES_NO = {"yes": "yes", "1": "yes", "no": "no", "0": "no"}
 
@@ -96,36 +90,22 @@ Triple = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class MultiHopQuestion:
-    """A question with its answers.
-
-    Args:
-        golds: the answer and its aliases.
-        data_set: whose measures it has: hotpotqa, 2wiki (with evidences), musique (whole passages
-            are judged); own: none.
-        kind: the data set's name for it, such as bridge or comparison.
-        hops: number of facts that must be found, or None if unknown.
-        passages: passages of the question, among them those that answer it; may be empty.
-        supporting: the sentences that answer it.
-        support: keys of the passages that answer it, where whole passages are judged (MuSiQue).
-        evidences: triples, each with all its accepted forms.
-        decomposition: (question, answer) of each hop; `#1` refers to the first answer.
-    """
+    """A question with its answers."""
 
     question: str
-    golds: tuple[str, ...]
-    data_set: str
-    kind: str = "unknown"
-    hops: int | None = None
+    golds: tuple[str, ...]  # the answer and its aliases
+    data_set: str  # hotpotqa, 2wiki, musique or own: whose measures it has
+    kind: str = "unknown"  # the data set's name for it: bridge, comparison
+    hops: int | None = None  # number of facts that must be found, if known
     answerable: bool = True
     passages: tuple[Passage, ...] = ()
-    supporting: tuple[Fact, ...] = ()
-    support: tuple[str, ...] = ()
-    evidences: tuple[tuple[Triple, ...], ...] = ()
-    decomposition: tuple[tuple[str, str], ...] = ()
+    supporting: tuple[Fact, ...] = ()  # the sentences that answer it
+    support: tuple[str, ...] = ()  # keys of passages, where these are judged (MuSiQue)
+    evidences: tuple[tuple[Triple, ...], ...] = ()  # triples, each in all its forms
+    decomposition: tuple[tuple[str, str], ...] = ()  # of each hop; `#1`: the first answer
 
 
 def single_rows(row: Row) -> list[Row]:
-    """The rows of a row with several questions (SQuAD's and DROP's own files), else the row."""
     inner = next((name for name in ("qas", "qa_pairs") if name in row), "paragraphs.qas")
     return rows_within(row, inner)
 
@@ -184,7 +164,6 @@ def read_item(
 
 
 def why_unusable(item: MultiHopQuestion) -> str | None:
-    """Returns why no answer to `item` could ever be right, or None if one can."""
     if not any(normalize_answer(gold) for gold in item.golds):
         return "the answer is empty in its normal form"
     if all(len(gold) > MAX_ANSWER_CHARACTERS for gold in item.golds):
@@ -315,9 +294,7 @@ DATA = DataSets(SAMPLE, HUBS)
 
 
 def read_corpus(path: Path) -> Iterator[Passage]:
-    """Returns the passages of a JSONL file, one per line: `title`, and `sentences`, `text` or
-    `contents`.
-    """
+    """Passages of a JSONL file, one per line: `title`, and `sentences`, `text` or `contents`."""
     if not path.is_file():
         raise NotFoundError(f"There is no corpus file {str(path)!r}.")
     with path.open("rb") as file:
@@ -331,9 +308,7 @@ def read_corpus(path: Path) -> Iterator[Passage]:
 
 
 def read_aliases(path: Path | None) -> dict[str, list[str]]:
-    """Returns the names of answers by `Q_id`, as in 2Wiki's `id_aliases.json`; none without a
-    path.
-    """
+    """Names of answers by `Q_id`, as in 2Wiki's `id_aliases.json`."""
     found = [] if path is None else list(every_row(path))
     if not all("Q_id" in row for row in found):
         raise ConfigError(f"{path} has no names by Q_id, as 2Wiki's id_aliases.json has them.")
@@ -347,7 +322,6 @@ def own_passages() -> Mapping[str, Passage]:
 
 
 def different(passages: Iterable[Passage]) -> Iterator[Passage]:
-    """Yields each passage once, in order of first appearance."""
     seen: set[str] = set()
     for passage in passages:
         if passage.key not in seen:
@@ -356,11 +330,8 @@ def different(passages: Iterable[Passage]) -> Iterator[Passage]:
 
 
 def read_context(path: Path) -> list[Passage]:
-    """Returns the passages in a person's file for one question.
-
-    `.jsonl` and `.json` hold them as a corpus does. Any other file is text: passages are separated
-    by blank lines; a first line that begins with `#` is a title.
-    """
+    """Passages for a person's question: a corpus, or texts with blank lines between them, of which
+    a first line that begins with `#` is a title."""
     if not path.is_file():
         raise NotFoundError(f"There is no file {str(path)!r}.")
     try:

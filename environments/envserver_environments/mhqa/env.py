@@ -1,7 +1,7 @@
 """The environment `mhqa`: questions that need several facts, and passages that contain them.
 
-Tasks: `public` holds `question`, `data_set`, and `passages` in a neutral order (where agents search
-the question's own ones). `hidden` holds what only scoring needs:
+`public` holds `question`, `data_set`, and `passages` in a neutral order (where agents search the
+question's own ones). `hidden` holds what only scoring needs:
 
     golds          the answer and its aliases
     kind, hops     the data set's name for the kind; the number of facts needed
@@ -19,9 +19,10 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from envserver_environments.rows import (
+    SEVERAL,
     DataEnvironment,
     FirstOption,
     NumberedRow,
@@ -29,11 +30,12 @@ from envserver_environments.rows import (
     Row,
     first_option,
     id_of,
+    listed,
     made,
     mixed,
 )
 from envserver_tools.retrieval import Passage, RetrieverSettings
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from envserver import (
     ConfigError,
@@ -80,7 +82,7 @@ class Mhqa(DataEnvironment):
     class Config(OptionRowsConfig):
         """Selects the questions, the search, the agent, and the scoring."""
 
-        data_set: DataSet | list[DataSet] = "sample"
+        data_set: Annotated[DataSet | list[DataSet], SEVERAL] = "sample"
         """Data sets (repeat the flag, or separate with commas). sample: 36 built-in tasks."""
         aliases_path: Path | None = None
         """2Wiki's id_aliases.json: further right answers, for rows with an answer_id."""
@@ -105,11 +107,6 @@ class Mhqa(DataEnvironment):
         max_turns: int = Field(default=10, ge=1)
         """Maximum model calls per rollout."""
 
-        @field_validator("data_set", mode="before")
-        @classmethod
-        def _several(cls, value: object) -> object:
-            return value.split(",") if isinstance(value, str) and "," in value else value
-
         @model_validator(mode="after")
         def _whole(self) -> Self:
             if self.scope == "external" and not self.retriever_url:
@@ -133,10 +130,8 @@ class Mhqa(DataEnvironment):
         return {**super().write_sample(folder), "scope": "corpus"}
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        streams = [self._tasks_of(name, split) for name in self._data_sets]
-        return (
-            streams[0] if len(streams) == 1 else mixed(streams, f"mix-{self.config.seed}-{split}")
-        )
+        streams = [self._tasks_of(name, split) for name in listed(self.config.data_set)]
+        return mixed(streams, f"mix-{self.config.seed}-{split}")
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         return await solve(task, run, self._options(task))
@@ -202,11 +197,6 @@ class Mhqa(DataEnvironment):
         key = hashlib.blake2b(question, digest_size=6).hexdigest()
         return make_task(f"question-{key}", item, "question")
 
-    @property
-    def _data_sets(self) -> list[DataSet]:
-        chosen: DataSet | list[DataSet] = self.config.data_set
-        return list(dict.fromkeys(chosen)) if isinstance(chosen, list) else [chosen]
-
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
         read = made(self._rows(name, split), lambda row, one: self._task(row, one.task_id(name)))
         path = self.config.data_path
@@ -256,7 +246,7 @@ class Mhqa(DataEnvironment):
         return different(self._all_passages())
 
     def _all_passages(self) -> Iterator[Passage]:
-        for name in self._data_sets:
+        for name in listed(self.config.data_set):
             if name == "sample" and self.config.data_path is None:
                 yield from own_passages().values()
                 continue
@@ -276,7 +266,6 @@ class Mhqa(DataEnvironment):
 def make_task(
     task_id: str, item: MultiHopQuestion, scope: Literal["question", "corpus", "external"]
 ) -> Task:
-    """The task of an item; its passages come along where agents search only them."""
     passages = list(different(item.passages)) if scope == "question" else []
     random.Random(item.question.encode("utf-8", "surrogatepass")).shuffle(passages)
     places = {passage.title: place for place, passage in enumerate(passages)}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from envserver_environments.demonstrations import call_message, text_message
+from envserver_environments.demonstrations import (
+    Known,
+    call_message,
+    text_message,
+    written_call,
+)
 from envserver_tools.retrieval import passages_from
 
-from envserver import KnownResult, Message, Result, Task
+from envserver import KnownResult, Message, Task
 
 from .agent import MAX_HOPS, Mode, numbered_list, substituted
 from .data_sets import MAX_ANSWER_CHARACTERS
@@ -18,6 +22,7 @@ from .scoring import F1_SHARE, why_refused
 
 OTHER = "Qwxzl"
 """A word that no gold has."""
+_KNOWN = Known(answer=None, text="", facts=[], passages=[], evidence=[])
 
 
 def known_answers(task: Task, support_weight: float) -> Iterator[KnownResult]:
@@ -28,17 +33,16 @@ def known_answers(task: Task, support_weight: float) -> Iterator[KnownResult]:
     for name, answer in _near_ones(task, golds[0]):
         if not answer_measure(answer, golds).em:
             most = 0.0 if why_refused(answer, golds) else F1_SHARE
-            yield KnownResult(name, _result(answer), most=most)
+            yield _KNOWN.wrong(name, most, answer=answer)
 
 
 def _right_ones(task: Task, golds: list[str], support_weight: float) -> Iterator[KnownResult]:
     gold = golds[0]
     least = 1.0 - support_weight
-    whole = _output(gold) | _resting_on(task)
-    yield KnownResult("gold, with what it rests on", Result(output=whole), least=1.0, most=1.0)
+    yield _KNOWN.right("gold, with what it rests on", answer=gold, **_resting_on(task))
     for alias in dict.fromkeys(golds):
         if normalize_answer(alias):
-            yield KnownResult("gold or alias", _result(alias), least=least, most=1.0)
+            yield _KNOWN.right("gold or alias", least, answer=alias)
     forms = {
         "gold, between tags": f"So it is <answer>{gold}</answer>.",
         "gold, as JSON": f'{{"answer": "{gold}"}}',
@@ -49,23 +53,21 @@ def _right_ones(task: Task, golds: list[str], support_weight: float) -> Iterator
     }
     for name, text in forms.items():
         if not set(gold) & set('"\\{}<>\n'):
-            yield KnownResult(name, _text_result(text), least=least, most=1.0)
-    yield KnownResult("gold, in other letters", _result(gold.upper()), least=least, most=1.0)
-    yield KnownResult("gold, with an article", _result(f"The {gold}."), least=least, most=1.0)
+            yield _KNOWN.right(name, least, text=text)
+    yield _KNOWN.right("gold, in other letters", least, answer=gold.upper())
+    yield _KNOWN.right("gold, with an article", least, answer=f"The {gold}.")
 
 
 def _nothing_said(gold: str) -> Iterator[KnownResult]:
     for name, answer in (("no answer", None), ("empty answer", ""), ("only an article", "The.")):
-        yield KnownResult(name, _result(answer))
-    yield KnownResult("small words", _result("it was in and of this"))
-    yield KnownResult("gold, only thought", _text_result(f"<think><answer>{gold}</answer></think>"))
-    yield KnownResult("gold, thoughts without end", _text_result(f"<think><answer>{gold}</answer>"))
-    yield KnownResult("gold, not handed in", _text_result(f"I read about {gold}"))
-    yield KnownResult("gold in a list", _text_result(f'{{"answer": ["{gold}"]}}'))
-    yield KnownResult("gold, in an open tag", _text_result(f"<answer>{gold}"))
-    yield KnownResult(
-        "gold, cut off", Result(output=_output(gold), finish_reason="length", truncated=True)
-    )
+        yield _KNOWN.wrong(name, answer=answer)
+    yield _KNOWN.wrong("small words", answer="it was in and of this")
+    yield _KNOWN.wrong("gold, only thought", text=f"<think><answer>{gold}</answer></think>")
+    yield _KNOWN.wrong("gold, thoughts without end", text=f"<think><answer>{gold}</answer>")
+    yield _KNOWN.wrong("gold, not handed in", text=f"I read about {gold}")
+    yield _KNOWN.wrong("gold in a list", text=f'{{"answer": ["{gold}"]}}')
+    yield _KNOWN.wrong("gold, in an open tag", text=f"<answer>{gold}")
+    yield _KNOWN.cut_off("gold, cut off", answer=gold)
 
 
 def _several_said(golds: list[str]) -> Iterator[KnownResult]:
@@ -81,9 +83,9 @@ def _several_said(golds: list[str]) -> Iterator[KnownResult]:
     }
     for name, answer in answers.items():
         if why_refused(answer, golds):
-            yield KnownResult(name, _result(answer))
+            yield _KNOWN.wrong(name, answer=answer)
     last = f"<answer>{gold}</answer> no, <answer>{OTHER}</answer>"
-    yield KnownResult("gold, then another answer", _text_result(last))
+    yield _KNOWN.wrong("gold, then another answer", text=last)
 
 
 def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
@@ -115,20 +117,7 @@ def _resting_on(task: Task) -> dict[str, Any]:
     return {"facts": facts, "passages": task.hidden["support"], "evidence": evidence}
 
 
-def _result(answer: str | None) -> Result:
-    return Result(output=_output(answer))
-
-
-def _text_result(text: str) -> Result:
-    return Result(output=_output(None, text))
-
-
-def _output(answer: str | None, text: str = "") -> dict[str, Any]:
-    return {"answer": answer, "text": text, "facts": [], "passages": [], "evidence": []}
-
-
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
-    """Returns the assistant messages, one per turn, or None if the answer is unknown."""
     if not task.hidden["golds"]:
         return None
     match mode:
@@ -143,7 +132,6 @@ def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
 
 
 def queries(task: Task) -> list[str]:
-    """Returns the search queries in order: the sub-questions, else the titles of the evidence."""
     steps = task.hidden["decomposition"]
     answers = [answer for _, answer in steps]
     if steps:
@@ -173,8 +161,8 @@ def _with_texts(task: Task) -> list[Message]:
     plan = "; ".join(asked)
     messages = []
     for number, query in enumerate(asked, start=1):
-        call = json.dumps({"tool": "search", "args": {"query": query[:300]}}, ensure_ascii=False)
-        messages.append(text_message(f"THOUGHT: {_thought(task, number, plan)}\nTOOL_CALL: {call}"))
+        thought = _thought(task, number, plan)
+        messages.append(written_call("search", thought, query=query[:300]))
     return [*messages, text_message(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
 
 

@@ -4,9 +4,8 @@
     2Wiki      2wikimultihop_evaluate_v1.1.py: the same over aliases, and evidence triples
     MuSiQue    evaluate_v1.0.py: answer, supporting paragraphs, sufficiency of pairs
 
-An answer is compared in its normal form: lower case, then without punctuation, then without
-articles, then with single spaces. In this order "3.5" is "35" and "rock-and-roll" is
-"rockandroll"; accents, and dashes and quotes outside of ASCII, stay.
+The normal form is lower case, then without punctuation, then without articles, then with single
+spaces: "3.5" is "35"; accents, and dashes and quotes outside of ASCII, stay.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 Fact = tuple[object, object]
-"""Title of a paragraph and number of a sentence."""
 Triple = tuple[str, ...]
-"""Subject, relation, object."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,8 @@ def wiki2_fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Meas
 
 
 def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Measure:
-    """MuSiQue's measure of supporting paragraphs, by number; two empty lists are equal.
-
-    Numbers may be given as text. Anything else counts as itself.
-    """
+    """MuSiQue's measure of supporting paragraphs, by number (also as text); two empty lists are
+    equal."""
     said, right = set(map(_number, prediction)), set(map(_number, gold))
     if not said and not right:
         return Measure(1.0, 1.0, 1.0, 1.0)
@@ -85,11 +80,7 @@ def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Mea
 def evidence_measure(
     prediction: Iterable[Sequence[str]], gold: Iterable[Iterable[Sequence[str]]]
 ) -> Measure:
-    """2Wiki's measure of evidence triples.
-
-    Args:
-        gold: for each triple all its accepted forms (by aliases).
-    """
+    """2Wiki's measure of evidence triples, each gold one in all its accepted forms."""
     said = {_plain_triple(triple) for triple in prediction}
     right = [{_plain_triple(way) for way in ways} for ways in gold]
     found = sum(any(triple in ways for ways in right) for triple in said)
@@ -101,7 +92,6 @@ def evidence_measure(
 
 
 def joint_measure(*parts: Measure) -> Measure:
-    """Combines several measures: products of em, precision and recall, and their F1."""
     em = precision = recall = 1.0
     for part in parts:
         em, precision, recall = em * part.em, precision * part.precision, recall * part.recall

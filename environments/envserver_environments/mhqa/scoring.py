@@ -1,13 +1,12 @@
-"""Scores one rollout: mostly by exact match, a little by F1.
+"""Scores one rollout. Pure.
 
     reward = 0.8 * EM + 0.2 * F1        of one short answer
              0.2 * F1                   of a long one
              0                          of none, an empty one, several, a text cut off, or one that
                                         shares only words such as "and" with the gold
 
-EM and F1 are Hotpot's, the best over the gold and its aliases; the components hold them as the data
-sets' own programs compute them, whatever the reward is. A weight for support gives that share of
-the reward to the F1 of the evidence. Pure.
+EM and F1 are Hotpot's, the best over the gold and its aliases; components hold the data sets' own
+measures. A weight for support gives that share of the reward to the F1 of the evidence.
 """
 
 from __future__ import annotations
@@ -68,16 +67,13 @@ def extract_answer(text: str) -> str | None:
 
 
 def has_tagged_answer(text: str) -> bool:
-    """Returns whether the visible part of `text` has <answer>...</answer>."""
     seen = visible_text(text)
     return seen is not None and _tagged(seen) is not None
 
 
 def nested_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yields the JSON objects near the end of `text`, and those in them, inner before outer.
-
-    Numbers stay as they are written, as text.
-    """
+    """Yields the JSON objects near the end, and those in them, inner before outer; numbers stay
+    text."""
     for value in json_objects(text, _DECODER):
         yield from _objects_in(value)
 
@@ -149,19 +145,13 @@ _FINISHING = toolbox(FINISH)
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """A rollout's final output.
+    """A rollout's final output."""
 
-    Args:
-        answer: the argument of `finish`, or the answer submitted otherwise.
-        text: the last text; it is searched for the answer if there is no other.
-        facts: (title, sentence number) pairs. passages: keys. evidence: triples.
-    """
-
-    answer: str | None = None
-    text: str = ""
-    facts: list[tuple[str, int]] = field(default_factory=list)
-    passages: list[str] = field(default_factory=list)
-    evidence: list[tuple[str, ...]] = field(default_factory=list)
+    answer: str | None = None  # the argument of `finish`, or what was submitted otherwise
+    text: str = ""  # the last text, which is searched if there is no answer
+    facts: list[tuple[str, int]] = field(default_factory=list)  # title and sentence number
+    passages: list[str] = field(default_factory=list)  # keys
+    evidence: list[tuple[str, ...]] = field(default_factory=list)  # triples
 
     @property
     def final(self) -> str | None:
@@ -169,7 +159,6 @@ class ModelAnswer:
 
 
 def score_rollout(task: Task, result: Result, support_weight: float = 0.0) -> Score:
-    """The score of `result`; see `env` for what `task.hidden` holds."""
     metrics = {
         "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
         "truncated": float(result.truncated),
@@ -233,7 +222,6 @@ def is_short(answer: str, golds: list[str]) -> bool:
 
 
 def read_answer(result: Result) -> ModelAnswer:
-    """Reads the answer from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         answer, text = output.get("answer"), output.get("text")
@@ -258,10 +246,8 @@ def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
 
 
 def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
-    """Parses a text, with the arguments of `finish` if it was called.
-
-    Without them, a JSON object with `answer` may also hold `supporting_facts` and `evidence`.
-    """
+    """Without `finish`'s arguments, a JSON object with `answer` may also hold facts and
+    evidence."""
     if finish is None:
         named = [one for one in nested_objects(visible_text(text) or "") if "answer" in one]
         beside = named[-1] if named else {}
@@ -317,7 +303,6 @@ def _several(text: str) -> bool:
 
 
 def _finish_call(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a message's first valid call of `finish`, or None."""
     for call in _list(message.get("tool_calls")):
         try:
             _, arguments = checked_call(_FINISHING, call)
@@ -332,7 +317,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _numbered(value: object) -> list[Any]:
-    """Returns facts whose numbers may be given as text."""
     pairs = [pair for pair in _list(value) if isinstance(pair, list) and len(pair) == 2]
     return [
         [name, int(number) if isinstance(number, str) and number.isdecimal() else number]

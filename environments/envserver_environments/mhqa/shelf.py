@@ -1,8 +1,5 @@
-"""The passages one rollout has found, and the tools over them: search, read, finish.
-
-Passages are called p1, p2 ... in the order in which the rollout first saw them: their ids and their
-order say nothing about which of them matter. Sentences are numbered from 0.
-"""
+"""The passages that one rollout has found, and the tools over them. They are called p1, p2 ... in
+the order of first sight, which says nothing about which matter. Sentences are numbered from 0."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ Search = Callable[[str, int], Awaitable[list[Hit]]]
 """Takes a query and the maximum number of hits; returns them, best first."""
 
 SEARCH = "search"
-"""Name of the service."""
 MAX_QUERY_CHARACTERS = 300
 MAX_TOP_K = 10
 
@@ -52,7 +48,6 @@ def search_of(task: PublicTask, run: Rollout, scope: Scope) -> Search:
 async def corpus_services(
     read_passages: Callable[[], Iterable[Passage]],
 ) -> AsyncIterator[Mapping[str, Service]]:
-    """The services over one corpus, which is read and indexed here, beside the event loop."""
     index = await asyncio.to_thread(lambda: PassageIndex(read_passages()))
 
     async def search(query: str, top_k: int) -> list[Hit]:
@@ -98,13 +93,7 @@ NOTHING_FOUND = "Nothing was found: no passage shares a word with the query."
 
 
 class Shelf:
-    """The tools of one rollout, and its final answer.
-
-    Args:
-        top_k: hits of a search that names no number.
-        max_searches: further searches are refused.
-        evidence: whether `finish` accepts evidence triples.
-    """
+    """The tools of one rollout, and its final answer. `evidence`: `finish` accepts triples."""
 
     def __init__(
         self, search: Search, run: Rollout, *, top_k: int, max_searches: int, evidence: bool = False
@@ -116,13 +105,10 @@ class Shelf:
         self._max_searches = max_searches
         self._seen: dict[str, Passage] = {}
         self.finished: dict[str, Any] | None = None
-        """The arguments of `finish`, once it was called."""
         self.look = toolbox(Tool(_SEARCH, self.search), Tool(_READ, self._read))
-        """The tools that end nothing."""
         self.tools = self.look | toolbox(Tool(_finish(evidence), self._finish))
 
     async def search(self, query: str, top_k: int | None = None) -> str:
-        """The hits of `query`, as the model reads them."""
         if not self._searches_left:
             raise ToolError(
                 f"all {self._max_searches} searches are used up: answer from what was found."
@@ -138,7 +124,6 @@ class Shelf:
         return text
 
     def facts(self, given: Any) -> list[list[Any]]:
-        """Supporting facts as `finish` got them, with the titles of the passages that are meant."""
         return [
             [passage.title if (passage := self._meant(name)) else name, number]
             for name, number in given or []

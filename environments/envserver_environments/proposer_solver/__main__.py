@@ -1,7 +1,5 @@
 """The same as `envserver ... --env proposer_solver`, without an installation."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

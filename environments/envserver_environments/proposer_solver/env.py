@@ -1,10 +1,8 @@
 """The environment `proposer_solver`: one agent makes a problem, the other solves it several times.
 
-Tasks: `public` has two numbers that the problem must use and the longest length; nothing is hidden,
-for the calculator knows the answer. The solver is paid for each right answer (by turn), the
-proposer most, `4 p (1 - p)`, where the solver is right half of the time: a problem that is always
-or never solved teaches nothing. (The learnability of "Absolute Zero", Zhao et al., arXiv
-2505.03335, section 3.1, with a maximum at 1/2.)
+The calculator knows the answer. The solver is paid for each right answer, the proposer
+`4 p (1 - p)`, most where the solver is right half of the time: a problem that is always or never
+solved teaches nothing ("Absolute Zero", Zhao et al., arXiv 2505.03335, section 3.1).
 """
 
 from __future__ import annotations
@@ -109,7 +107,6 @@ class ProposerSolver(Environment):
 
 
 def result_of(problem: str, public: Mapping[str, Any]) -> int | None:
-    """Returns the result of a problem that follows the rules, or None."""
     text = problem.strip()
     if len(text) > public["max_characters"] or not _ALLOWED.fullmatch(text) or "**" in text:
         return None
@@ -124,7 +121,6 @@ def result_of(problem: str, public: Mapping[str, Any]) -> int | None:
 
 
 def answer_of(answer: object) -> int | None:
-    """Returns the last whole number of an answer, or None."""
     found = _ANSWER.findall(answer) if isinstance(answer, str) else []
     return int(found[-1]) if found and len(found[-1]) <= _MOST_DIGITS else None
 

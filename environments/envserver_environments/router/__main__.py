@@ -1,7 +1,5 @@
 """`python -m envserver_environments.router process ...` is `envserver process --env router ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

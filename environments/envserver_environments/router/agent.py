@@ -1,9 +1,7 @@
-"""The agent: one plan, its repairs, and optionally the plan's execution.
+"""The agent: one plan, its repairs, and optionally its execution.
 
-In: a task's public part, and `run`. Out: `{"plan", "repaired", "cut_off", "executed", "answer",
-"program"}`: the text of the last plan, how often it was repaired, and the result of its final step.
-The router calls the model as the agent `router`; each step is executed by a sub-agent under its own
-name, in the order of the dependencies, with the results of the steps that it depends on.
+The router calls the model as the agent `router`; each step is executed by a sub-agent under its
+own name, in the order of the dependencies, with the results of the steps that it depends on.
 """
 
 from __future__ import annotations
@@ -40,38 +38,25 @@ TopK = Annotated[int, Meta(ge=1, le=20)]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a step.
+    """The result of a step."""
 
-    Args:
-        text: text for the steps that depend on it.
-        answer: a short form, if it can answer the query.
-        program: the code agent's program, None for other agents.
-    """
-
-    text: str
-    answer: str
-    program: str | None = None
+    text: str  # for the steps that depend on it
+    answer: str  # a short form, if it can answer the query
+    program: str | None = None  # the code agent's
 
 
 @dataclass(frozen=True)
 class Brief:
-    """The instructions of a sub-agent.
-
-    Args:
-        words: its task and its inputs; it does not see the query.
-        entry_point: the name of the function to write, "": any program that prints.
-        top_k: number of passages that a search shows first.
-    """
+    """The instructions of a sub-agent."""
 
     task_id: str
-    words: str
+    words: str  # its task and its inputs; it does not see the query
     documents: Sequence[dict[str, str]] = ()
-    entry_point: str = ""
-    top_k: int = DEFAULT_TOP_K
+    entry_point: str = ""  # the name of the function to write, "": any program that prints
+    top_k: int = DEFAULT_TOP_K  # passages that a search shows first
 
 
 async def carry_out(agent: str, brief: Brief, run: Rollout) -> Finding:
-    """Runs the sub-agent of that name; returns its finding."""
     own = _OwnRun(run, agent)
     finding = await SUBAGENTS[agent](brief, cast("Rollout", own))
     return Finding(finding.text, "") if own.cut_off else finding
@@ -176,19 +161,13 @@ def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> st
 
 ROUTER = "router"
 READERS = {"graph": read_plan, "coursegpt": read_course}
-"""Parsers of the plan in an answer, by profile."""
 
 
 async def solve(
     task: PublicTask, run: Rollout, *, repair: int, execute: bool, router: str = ROUTER
 ) -> dict[str, Any]:
-    """Runs one attempt at `task`.
-
-    Args:
-        repair: number of times that an invalid plan may be rewritten.
-        execute: execute a valid plan if its answer can be checked.
-        router: name of the agent that plans.
-    """
+    """Runs one attempt: plans as the agent `router`, with so many repairs of an invalid plan;
+    `execute`: runs a valid plan whose answer can be checked."""
     output: dict[str, Any] = {
         "plan": "",
         "repaired": 0,
@@ -212,7 +191,6 @@ async def solve(
 
 
 def final_answer(output: Mapping[str, Any]) -> str:
-    """Returns the answer in an `output` of `solve`: the result of the plan's run, else the plan."""
     said = (output.get(name) for name in ("answer", "program", "plan"))
     return next((text for text in said if isinstance(text, str) and text), "")
 

@@ -1,8 +1,6 @@
-"""The profile `coursegpt`: a plan of ten keys with a route of commands, and how it is a graph.
-
-A command is `/math(...)`, `/code(...)` or `/general-search(query="...", mode=web)`. A route is a
-chain: each command depends on the one before it. Pure.
-"""
+"""Plans: the profile `graph`, steps and handoffs, and `coursegpt`, ten keys with a route of
+commands: `/math(...)`, `/code(...)` or `/general-search(query="...", mode=web)`, each of which
+depends on the one before it. Pure."""
 
 from __future__ import annotations
 
@@ -55,7 +53,6 @@ GRAPH: dict[str, Any] = {
         "final_step": {"type": "string"},
     },
 }
-"""A plan of the profile `graph`."""
 
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 
@@ -84,7 +81,6 @@ TOOLS: dict[str, dict[str, dict[str, Any]]] = {
         ),
     },
 }
-"""The tools of each agent, with the schema of each tool's arguments."""
 
 _TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1}
 
@@ -109,7 +105,6 @@ COURSE: dict[str, Any] = {
         "metrics": {"type": "object", "minProperties": 1},
     },
 }  # fmt: skip
-"""A plan of the profile `coursegpt`."""
 
 COURSE_KEYS: tuple[str, ...] = tuple(COURSE["required"])
 
@@ -134,13 +129,7 @@ class PlanError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One task of a sub-agent.
-
-    Args:
-        agent: "math", "code" or "search".
-        tool: one of the agent's tools (see `TOOLS`), which `args` fit.
-        depends_on: ids of the steps whose results it gets.
-    """
+    """One task of a sub-agent; `args` fit the tool (see `TOOLS`)."""
 
     id: str
     agent: str
@@ -151,12 +140,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in the order of their dependencies.
-
-    Args:
-        payloads: the text of each handoff, by (from, to): one for each dependency.
-        final_step: id of the step whose result is the answer.
-    """
+    """Steps, each after those that it depends on; `payloads` has the text of each handoff, by
+    (from, to), one for each dependency."""
 
     steps: tuple[Step, ...]
     payloads: Mapping[tuple[str, str], str]
@@ -164,7 +149,6 @@ class Plan:
     rationale: str
 
     def in_order(self) -> list[Step]:
-        """Returns the steps, each after those that it depends on."""
         by_id = {step.id: step for step in self.steps}
         order = TopologicalSorter({step.id: step.depends_on for step in self.steps})
         return [by_id[name] for name in order.static_order()]
@@ -191,7 +175,6 @@ def read_json(text: str) -> Any:
 
 
 def plan_of(value: Any) -> Plan:
-    """The plan that a JSON value is. Raises like `read_plan`."""
     check_schema(value, _GRAPH)
     steps = tuple(
         Step(step["id"], step["agent"], step["tool"], step["args"], tuple(step["depends_on"]))
@@ -230,14 +213,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def check_schema(value: Any, validator: Draft202012Validator) -> None:
-    """Raises PlanError: `value` is not as the schema has it."""
     broken = _first_error(value, validator)
     if broken is not None:
         raise PlanError("schema", broken)
 
 
 def check_tool(step: Step) -> None:
-    """Raises PlanError: the agent has no such tool, or the arguments are not the tool's."""
     validator = _ARGUMENTS.get((step.agent, step.tool))
     if validator is None:
         tools = ", ".join(TOOLS[step.agent])
@@ -321,7 +302,6 @@ _ARGUMENTS = {
 
 
 COMMANDS = {"math": "/math", "code": "/code", "search": "/general-search"}
-"""The command of each agent."""
 
 _IN_PYTHON = ", using Python"
 _COMMAND = re.compile(r"(/[a-z-]+)\((.*)\)", re.DOTALL)
@@ -334,7 +314,6 @@ def read_course(text: str) -> Plan:
 
 
 def plan_of_course(value: Any) -> Plan:
-    """The plan that a JSON value of ten keys is. Raises like `read_course`."""
     check_schema(value, _COURSE)
     steps: list[Step] = []
     for number, command in enumerate(value["route_plan"]):
@@ -374,8 +353,8 @@ def course_of(plan: Plan, query: str) -> dict[str, Any]:
 
 
 def chain_of(plan: Plan) -> list[Step]:
-    """The steps of `plan` one after the other; those of one agent in a row are one, with the id of
-    the last."""
+    """The steps one after the other; those of one agent in a row are one, with the id of the
+    last."""
     merged: list[Step] = []
     for step in plan.in_order():
         if merged and merged[-1].agent == step.agent:
@@ -441,11 +420,8 @@ _KEPT = ("primary_guidance", "secondary_guidance", "primary_computation", "secon
 
 
 def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
-    """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1.
-
-    Returns:
-        Only `json_valid` where the visible text is not a JSON object, or longer than any plan.
-    """
+    """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1. Only
+    `json_valid` where the visible text is not a JSON object, or longer than any plan."""
     valid = {"json_valid": float(_object(text) is not None)}
     answer = _object(visible_text(text) or "")
     if answer is None:

@@ -1,8 +1,7 @@
 """The environment `router`: plan which agents answer a query, and let them.
 
-Tasks: `public` holds the `query`, which is all that the router's model sees, its `profile`, and
-what running a plan needs (`documents`, `entry_point`, `runs`: the answer can be checked); `hidden`
-the right plan, the ten keys of the profile `coursegpt`, the answer, and the steps' results.
+`public` holds the `query`, which is all that the router's model sees, its `profile`, and what
+running a plan needs (`runs`: the answer can be checked); `hidden` the right plan and results.
 """
 
 from __future__ import annotations

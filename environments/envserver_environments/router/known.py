@@ -1,6 +1,5 @@
 """Answers whose reward is known (right plans in every form that counts, broken ones, cheats), and
-conversations that solve a task. Pure.
-"""
+conversations that solve a task. Pure."""
 
 from __future__ import annotations
 
@@ -11,24 +10,21 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from envserver_environments.demonstrations import call_message, text_message
+from envserver_environments.demonstrations import Known, call_message, text_message
 
-from envserver import KnownResult, Message, Result, Task
+from envserver import KnownResult, Message, Task
 
 from .agent import ROUTER
 from .course import MAX_STEPS, TOOLS, Plan, Step, as_json, course_of, plan_of
 from .scoring import FORM_SHARE, PLAN_SHARE, REPAIR_FACTOR, likeness
 
+_KNOWN = Known(plan="", program=None, repaired=False, cut_off=False, executed=False, answer=None)
 _FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("search", "query", "q"))
 
 
 def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
-    """Returns the messages of each agent, or None if the right plan is unknown.
-
-    A query without a right plan is given a valid one, so that a run without an engine shows rows.
-
-    An agent that the plan calls twice gives the answer of its last call both times.
-    """
+    """The messages of each agent, or None if the right plan is unknown; a query that takes any plan
+    is given a valid one. An agent that the plan calls twice gives its last answer both times."""
     text = right_answer(task)
     if text is None and task.hidden.get("any_plan") and task.hidden["answer"] is None:
         return {ROUTER: [text_message(_some_plan(task))]}
@@ -43,7 +39,6 @@ def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None
 
 
 def right_answer(task: Task) -> str | None:
-    """Returns the right plan as the router writes it, or None if it is unknown."""
     gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
     return None if gold is None else json.dumps(gold, ensure_ascii=False)
 
@@ -73,7 +68,6 @@ _TOOL = {
     "search": ("query", {"q": "What is asked"}),
 }
 CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search",))
-"""Chains of agents that are tried on every task."""
 
 
 def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
@@ -91,7 +85,7 @@ def known_answers(task: Task, *, execute: bool) -> Iterator[KnownResult]:
         yield _known("gold, not run", gold, PLAN_SHARE)
     for name, text in _unreadable(gold):
         yield _known(name, text, 0.0, **right)
-    yield KnownResult("gold, cut off", Result(output=_output(gold, cut_off=True, **right)))
+    yield _KNOWN.wrong("gold, cut off", plan=gold, cut_off=True, **right)
     for name, change in _BROKEN[task.public["profile"]].items():
         yield _known(name, json.dumps(_changed(gold, change)), 0.0, **right)
     if not runs:
@@ -162,20 +156,19 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
         if likeness(plan, gold).score == 1.0:
             yield _known(f"{name}, where that is right", text, 1.0)
         else:
-            yield _between(name, text, ALMOST)
+            yield _KNOWN.wrong(name, ALMOST, plan=text)
     empty = [
         dataclasses.replace(step, args={TOOLS[step.agent][step.tool]["required"][0]: "0"})
         for step in gold.steps
     ]
     text = _in_profile(_plan(empty, gold.final_step), task)
-    yield _between("gold, with the same argument everywhere", text, FORM_SHARE)
+    yield _KNOWN.wrong("gold, with the same argument everywhere", FORM_SHARE, plan=text)
     if len(gold.steps) <= MAX_STEPS - 3:
         padded = _padded(gold)
-        yield _between("gold, behind all other agents", _in_profile(padded, task), ALMOST)
+        yield _KNOWN.wrong("gold, behind all other agents", ALMOST, plan=_in_profile(padded, task))
 
 
 def chain(agents: tuple[str, ...]) -> Plan:
-    """A plan of one step after the other, for any query."""
     steps: list[Step] = []
     for number, agent in enumerate(agents):
         tool, args = _TOOL[agent]
@@ -237,13 +230,5 @@ def _right_output(task: Task) -> dict[str, Any]:
 
 
 def _known(name: str, text: str, reward: float, **output: Any) -> KnownResult:
-    return KnownResult(name, Result(output=_output(text, **output)), least=reward, most=reward)
-
-
-def _between(name: str, text: str, most: float) -> KnownResult:
-    return KnownResult(name, Result(output=_output(text)), most=most)
-
-
-def _output(text: str, **output: Any) -> dict[str, Any]:
-    fresh = {"repaired": False, "cut_off": False, "executed": False, "answer": None}
-    return {"plan": text, "program": None, **fresh, **output}
+    result = _KNOWN.result(plan=text, **output)
+    return KnownResult(name, result, least=reward, most=reward)

@@ -1,9 +1,6 @@
-"""Loads the data sets of this environment and reads their rows.
-
-A row is one of: our own (`query`, `plan` as a graph, and what running it needs), a row of the
-CourseGPT router data (`user_query`, `route_plan` and the other keys), its form for fine-tuning
-(`prompt`, `completion`), or a bare right plan in either profile, also under the key `gold`.
-"""
+"""Rows: our own (`query`, `plan` as a graph, and what running it needs), those of the CourseGPT
+router data (`user_query`, `route_plan` and the other keys), its form for fine-tuning (`prompt`,
+`completion`), or a bare right plan in either profile, also under the key `gold`."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ Profile = Literal["graph", "coursegpt"]
 
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 SAMPLE_DOCUMENTS = SAMPLE.with_name("documents.jsonl")
-"""The search corpus of all tasks of the sample."""
 
 HUBS: dict[str, Hub] = {
     "coursegpt": Hub(
@@ -61,7 +57,6 @@ HUBS: dict[str, Hub] = {
 }
 
 DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
-"""The hub's set has only one split."""
 
 ROLES = table_of(
     query="query, user_query, question, task, prompt, messages",
@@ -76,25 +71,15 @@ _FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n```\s*", re.DOTALL)
 
 @dataclass(frozen=True)
 class Problem:
-    """A query to route.
-
-    Args:
-        profile: the form of the plan in its row.
-        plan: the right plan, or None if unknown.
-        target: the ten keys of the profile `coursegpt`, or None if the row has no such plan.
-        documents: the search corpus, each with `title` and `text`.
-        answer: expected result of the plan's execution, None: it cannot be checked. Its kinds are
-        number and text (`answers`), and function (`entry_point`, `tests`, `code`).
-        results: the result of each step of a right execution.
-    """
+    """A query to route."""
 
     query: str
-    profile: Profile
-    plan: Plan | None = None
-    target: dict[str, Any] | None = None
-    documents: list[dict[str, str]] = field(default_factory=list)
-    answer: dict[str, Any] | None = None
-    results: dict[str, str] = field(default_factory=dict)
+    profile: Profile  # of the plan in its row
+    plan: Plan | None = None  # the right one
+    target: dict[str, Any] | None = None  # the ten keys of the profile `coursegpt`
+    documents: list[dict[str, str]] = field(default_factory=list)  # each with `title` and `text`
+    answer: dict[str, Any] | None = None  # kinds: number and text (`answers`), function
+    results: dict[str, str] = field(default_factory=dict)  # of each step of a right execution
 
     def gold(self, profile: Profile) -> tuple[Plan, dict[str, Any] | None]:
         """The right plan as it is scored in `profile`, with the ten keys where that has them."""
@@ -110,7 +95,6 @@ class Problem:
 
 
 def read_problem(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
-    """Reads the problem in a row; without a query if it has none."""
     problem = read_query(row, columns)
     found = roles_of(row, ROLES, columns or {})
     said = last_message(found.get("plan", row), "assistant", "gpt")
@@ -152,7 +136,6 @@ def read_query(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
 
 
 def answer_of(text: str) -> dict[str, Any]:
-    """Returns the expected result for an answer that is `text`."""
     try:
         float(text.replace(",", ""))
     except ValueError:
@@ -178,7 +161,6 @@ def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
 
 
 def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
-    """Returns what the worker gets. The router's model sees the query, the search its documents."""
     return {
         "query": problem.query,
         "profile": profile,
@@ -279,7 +261,6 @@ def query_tasks(path: Path | None, profile: Profile, *, skip_bad: bool) -> Itera
 
 
 def _problems(path: Path) -> Iterator[tuple[int, Problem | str]]:
-    """Yields the number of each line, from 1, with its query or why it is none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -1,10 +1,6 @@
-"""The score of one rollout: how alike its plan is to the right one, and what running it gave.
-
-A plan that is not valid scores 0: there is nothing for form alone. Otherwise the reward is the
-likeness of the plans; where plans are run, three tenths of that and seven tenths of the outcome. A
-plan that had to be repaired gets four fifths of it, for each repair. Where any plan will do (a
-teacher writes plans for queries), a valid one gets 1.
-"""
+"""The score of one rollout. A plan that is not valid scores 0; another the likeness to the right
+plan, or where plans are run three tenths of that and seven of the outcome, times 0.8 for each
+repair. Where any plan will do (a teacher writes plans), a valid one gets 1."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]{3,}")
 
 @dataclass(frozen=True)
 class Likeness:
-    """All in [0, 1]; `score` is 0.6 times the first and 0.4 times the second, of which all but a
-    quarter depends on the arguments."""
+    """All in [0, 1]; all but a quarter of `score` depends on the arguments."""
 
     node_f1: float
     edge_f1: float
@@ -158,8 +153,6 @@ REPAIR_FACTOR = 0.8
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """A rollout's final output; see `agent.solve`."""
-
     plan: str = ""
     repaired: int = 0
     cut_off: bool = False
@@ -199,7 +192,6 @@ async def score_rollout(
 
 
 def read_plan(result: Result) -> ModelPlan:
-    """Reads the plan from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
         repaired = output.get("repaired")
@@ -281,7 +273,6 @@ async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) 
 
 
 _REFERENCES = References()
-"""Results of reference functions; each is computed once per process."""
 
 
 def _text(value: Any) -> str | None:

@@ -1,7 +1,5 @@
 """`python -m envserver_environments.scenarios process` is `envserver process --env scenarios`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,8 +1,5 @@
-"""The agent: the text protocol with workspace tools, followed by the checks.
-
-The workspace is a sandbox with a git repository of one commit. Checks run in the same sandbox after
-the model has ended; its processes are gone by then, and the checks' files are written first.
-"""
+"""The agent: the text protocol with workspace tools, followed by the checks, in a sandbox with a
+git repository of one commit. The model's processes are gone when the checks' files are written."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ SPEC = SandboxSpec(
         input_kb=8192,
     ),
 )
-"""Limits of a workspace."""
 CHARACTERS_PER_TOKEN = 3.5
 """Used if no tokenizer is known."""
 _SHARE_OF_TIME = 0.9
@@ -151,7 +147,6 @@ def files_of(tree: Tree) -> dict[str, list[str]]:
 
 
 def tree_in(files: dict[str, list[Any]]) -> Tree:
-    """The inverse of `files_of`."""
     return {
         path: Entry(base64.b64decode(text) if form == "base64" else text.encode(), kind)
         for path, (kind, form, text) in files.items()
@@ -171,12 +166,10 @@ def counter(tokenizer: Any | None) -> Callable[[list[Message]], int]:
 
 
 def checks_in(public: dict[str, Any]) -> list[Check]:
-    """Returns the checks of a task."""
     return [Check.model_validate(one) for one in public["checks"]]
 
 
 async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[str, Any]:
-    """Runs a check; returns `{"name", "passed", "said"}`."""
     for path, text in check.files.items():
         await sandbox.write(path, text.encode())
     if check.run is not None:
@@ -201,7 +194,6 @@ def named(text: str) -> str:
 
 
 def harness_task(task: PublicTask) -> HarnessTask:
-    """Returns what the program gets: the prompt and the workspace, a git repository."""
     tree = tree_in(task.public["files"])
     repository, commit = git_files(tree)
     return HarnessTask(

@@ -1,9 +1,8 @@
 """The environment `scenarios`: pieces of work in a workspace, by the text protocol, with traces.
 
-Tasks: `public` holds the prompt, the workspace's `files`, the `checks` that run at the end, and the
-trace's facts about the run (model, label, number, seed; `path`: its file below the folder of all
-traces); the model sees the prompt and the files that it opens. `hidden`: the solution, if the
-scenario has one. The reward is the share of the checks that pass; without checks there is none.
+`public` holds the prompt, the workspace's `files`, the `checks` that run at the end, and facts for
+the trace; the model sees the prompt and the files that it opens. The reward is the share of the
+checks that pass; without checks there is none.
 """
 
 from __future__ import annotations
@@ -73,8 +72,8 @@ class Scenarios(Environment):
             yield self.task_from_row({"scenario": str(path), "seed": self.config.seed})
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        """The task of one run: `{"scenario": path, "label", "number", "seed", "model": {"name",
-        "hf_id", "backend"}}`; all but the first may be left out."""
+        """`{"scenario": path, "label", "number", "seed", "model": {"name", "hf_id", "backend"}}`;
+        all but the first may be left out."""
         if not isinstance(row.get("scenario"), str):
             raise InputError("The row names no scenario.", hint='{"scenario": "path/to/folder"}')
         scenario, tree = read_scenario(Path(row["scenario"]))

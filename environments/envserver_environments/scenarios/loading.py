@@ -1,9 +1,6 @@
-"""Reads scenarios: a folder or a YAML file becomes a prompt, a workspace and checks.
-
-Three forms: a folder with `scenario.yaml` (and `workspace/`), a YAML file by itself, or a folder as
-ipsissima/esm-agentbench has them (`real_agent_prompts/LABEL.md`, `targets/`). Every mistake is an
-InputError that names file and key.
-"""
+"""Reads scenarios: a folder with `scenario.yaml` (and `workspace/`), a YAML file by itself, or a
+folder as ipsissima/esm-agentbench has them (`real_agent_prompts/LABEL.md`, `targets/`). Every
+mistake is an InputError that names file and key."""
 
 from __future__ import annotations
 
@@ -29,29 +26,18 @@ class _Part(BaseModel):
 
 
 class Check(_Part):
-    """A condition at the end. Exactly one of `run`, `file` and `answer` names its subject.
+    """A condition at the end. Exactly one of `run`, `file` and `answer` names its subject."""
 
-    Args:
-        name: unset: made of the other fields.
-        run: a program with its arguments, not a shell command; it must end with status 0.
-        files: written before it runs, over existing ones: tests that the model cannot change.
-        seconds: time limit.
-        file: a file of the workspace.
-        answer: check the text after FINAL.
-        contains, matches, equals: condition on the text (`matches`: a regular expression).
-        absent: the file must not exist.
-    """
-
-    name: str = ""
-    run: list[str] | None = Field(default=None, min_length=1)
-    files: dict[str, str] = {}
+    name: str = ""  # unset: made of the other fields
+    run: list[str] | None = Field(default=None, min_length=1)  # words, no shell; must end with 0
+    files: dict[str, str] = {}  # written before it runs: tests that the model cannot change
     seconds: float = Field(default=60.0, gt=0)
-    file: str | None = None
-    answer: bool = False
+    file: str | None = None  # a file of the workspace
+    answer: bool = False  # check the text after FINAL
     contains: str | None = None
-    matches: str | None = None
+    matches: str | None = None  # a regular expression
     equals: str | None = None
-    absent: bool = False
+    absent: bool = False  # the file must not exist
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Check:
@@ -83,24 +69,15 @@ class Check(_Part):
 
 
 class Scenario(_Part):
-    """A piece of work.
+    """A piece of work."""
 
-    Args:
-        name: unset: the name of its folder or file.
-        prompt: the prompt; `prompts`: by label, if it differs.
-        files: files of the workspace, by path, besides those in the folder `workspace`.
-        workspace: folder of files, relative to the scenario's.
-        checks: unset: only whether the model reached FINAL is known.
-        solution: messages in the text protocol that solve it, for the simulated engine.
-    """
-
-    name: str = Field(default="", max_length=100)
+    name: str = Field(default="", max_length=100)  # unset: the name of its folder or file
     prompt: str = ""
-    prompts: dict[str, str] = {}
-    files: dict[str, str] = {}
-    workspace: str | None = None
-    checks: list[Check] = []
-    solution: list[str] = []
+    prompts: dict[str, str] = {}  # by label, if it differs
+    files: dict[str, str] = {}  # by path, besides those in `workspace`
+    workspace: str | None = None  # folder, relative to the scenario's
+    checks: list[Check] = []  # unset: only whether the model reached FINAL is known
+    solution: list[str] = []  # messages in the text protocol, for the simulated engine
 
     def asked(self, label: str) -> str:
         text = self.prompts.get(label, self.prompt)

@@ -1,8 +1,6 @@
-"""The earlier name of `envserver_environments.gaia`: its commands still work, and do what they did.
-
-GAIA is used where it was downloaded, with the split that has answers, the web tools where
-`TAVILY_API_KEY` is set, and the tools for files; flags and variables that say otherwise win.
-"""
+"""The earlier name of `envserver_environments.gaia`: its commands work as before, with GAIA where
+it was downloaded, the split that has answers, the web tools where `TAVILY_API_KEY` is set, and the
+tools for files; flags and variables that say otherwise win."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ _NAMES_TASKS = ("--env.data_set", "--env.data_path", "--env.dataset_path", "--co
 
 
 def main() -> int:
-    """Runs an envserver command with gaia, as it was called before."""
     set_earlier_defaults(sys.argv[1:], os.environ, Path())
     return envserver_main(environment="gaia")
 
@@ -29,11 +26,7 @@ def set_earlier_defaults(
     words: Sequence[str], environ: MutableMapping[str, str], folder: Path
 ) -> None:
     """Sets the earlier defaults as variables, unless there are others; says so in a line each.
-
-    Args:
-        words: the command and its arguments.
-        folder: the working folder, which may have a copy of GAIA.
-    """
+    `words` are the command and its arguments; `folder` may have a copy of GAIA."""
     if not words or words[0] not in _MAKES_ROLLOUTS:
         return
     environ.setdefault("ENVSERVER_ENV__FILES", "true")

@@ -1,7 +1,5 @@
 """`python -m envserver_environments.smolagents_integration process ...`, as in `smolagents_env`."""
 
-from __future__ import annotations
-
 import sys
 
 from . import main

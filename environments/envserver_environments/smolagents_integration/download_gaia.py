@@ -1,8 +1,4 @@
-"""`python -m envserver_environments.smolagents_integration.download_gaia` is
-`envserver_environments.gaia.download`.
-"""
-
-from __future__ import annotations
+"""Another name of `python -m envserver_environments.gaia.download`."""
 
 import sys
 

@@ -1,8 +1,6 @@
 """`python -m envserver_environments.smolagents_integration.smolagents_env process ...` is
 `envserver process --env gaia ...`, with the earlier defaults."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver_environments.gaia.env import Gaia as SmolagentsEnv

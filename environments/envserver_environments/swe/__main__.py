@@ -1,7 +1,5 @@
 """`python -m envserver_environments.swe process ...` is `envserver process --env swe ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,15 +1,11 @@
 """The agent: a sandbox with the repository, one of three loops, and the patch at the end.
 
-In: a task's public part, and `run`. Out: `{"patch", "submitted", "reason"}`. The patch is taken
-inside the sandbox, and only after the loop has submitted the repository; the model's own account of
-it does not count. The loops:
+The patch is taken inside the sandbox, after the loop has submitted the repository; the model's own
+account of it does not count. The loops:
 
     bash    one command block per message, as text; ends with a command that prints the submit word
     tools   native tool calls; ends with `submit`, or with a message without a call
     text    THOUGHT / TOOL_CALL / FINAL, as text
-
-A malformed message is answered with the error; several in a row end the loop. Each call becomes an
-action of the rollout, and asks for confirmation first where the options say so.
 """
 
 from __future__ import annotations
@@ -68,20 +64,13 @@ def _logged_output(name: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """
-    Args:
-        command_seconds: maximum duration of a command.
-        max_format_errors: malformed messages in a row before the run ends.
-        images: the image files of repositories.
-        confirm: ask a person before each command.
-        keep_unfinished: the patch counts even if it was not submitted.
-    """
+    """Options of an agent."""
 
-    command_seconds: int = 60
-    max_format_errors: int = 3
+    command_seconds: int = 60  # maximum duration of a command
+    max_format_errors: int = 3  # malformed messages in a row before the run ends
     images: Images = field(default_factory=lambda: Images(ImageRules()))
-    confirm: bool = False
-    keep_unfinished: bool = False
+    confirm: bool = False  # ask a person before each command
+    keep_unfinished: bool = False  # the patch counts even if it was not submitted
 
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -159,7 +148,6 @@ SUBMIT_TOOL: dict[str, Any] = {
 async def work_with_tools(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    """Returns whether the repository was submitted, within `run.max_turns` messages."""
     history = [{"role": "system", "content": system_prompt("tools")}, *messages]
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)
@@ -184,7 +172,6 @@ async def work_with_tools(
 async def work_in_text(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    """Returns whether the model reached FINAL, within `run.max_turns` messages."""
     tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
     tools = watched(tools, run, rules.confirm)
     system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
@@ -213,7 +200,6 @@ AgentKind = Literal["bash", "tools", "text"]
 
 
 Loop = Callable[[list[Message], Sandbox, Rollout, AgentOptions], Awaitable[bool]]
-"""Works in the sandbox; whether the repository was handed in."""
 LOOPS: dict[AgentKind, Loop] = {
     "bash": work_with_bash,
     "tools": work_with_tools,
@@ -224,7 +210,6 @@ LOOPS: dict[AgentKind, Loop] = {
 async def solve(
     task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions
 ) -> dict[str, Any]:
-    """Runs one attempt at `task`."""
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
     spec, commit = await _prepared(task.public, run, rules)
     async with run.open_sandbox(spec) as sandbox:

@@ -1,9 +1,6 @@
-"""The environment `swe`: repair a repository so that tests pass that the agent never sees.
-
-Tasks: `public` holds the problem and where the repository is (`files`, `mirror` and `commit`, or
-`image`), `hidden` the tests, which of them must pass (`fail_to_pass`, `pass_to_pass`) and the gold
-`patch`.
-"""
+"""The environment `swe`: repair a repository so that tests pass that the agent never sees. `public`
+holds the problem and where the repository is, `hidden` the tests, which of them must pass, and the
+gold patch."""
 
 from __future__ import annotations
 
@@ -215,9 +212,9 @@ class Swe(DataEnvironment):
         return result
 
     async def _as_gold_passes(self, task: Task) -> Task | None:
-        """Returns the task, with what its gold patch needs to pass: whether its tests need their
-        files or answers (`plain`), and which values can only be compared in the sandbox
-        (`compared`). None: the gold patch does not pass at all."""
+        """The task, with what its gold patch needs to pass: whether its tests need their files or
+        answers (`plain`), and which values can only be compared in the sandbox (`compared`). None:
+        it does not pass at all."""
         gold = str(task.hidden["patch"])
         if (task.id, gold) not in self._tried:
             found = None

@@ -1,11 +1,8 @@
 """The reward of a patch: pristine tree, patch, hidden tests, one run in a fresh sandbox.
 
-In: the tree that the agent started from, its patch as text, the hidden part of the task, and
-sandboxes. Out: a Verdict. A program in the sandbox can only fail. A test counts as passed only if a
-sealed report says so, its reported values are the expected ones, the tests with random names that
-must pass and fail did so, and pytest ended as it must.
-
-Raises SandboxError if the sandbox failed: that says nothing about the patch.
+A program in the sandbox can only fail. A test counts as passed only if a sealed report says so, its
+reported values are the expected ones, the tests with random names that must pass and fail did so,
+and pytest ended as it must. SandboxError says nothing about the patch.
 """
 
 from __future__ import annotations
@@ -60,14 +57,11 @@ class HiddenTests:
     Args:
         files: test files that are put into the repository, by path.
         fail_to_pass, pass_to_pass: ids of pytest, such as `tests/test_a.py::test_b`.
-        gold: the patch that solves the task.
         hoisted: all answers are literals and are taken out; else the repository's own conftest
-        files are loaded, too.
+            files are loaded, too.
         plain: the tests are run as they are, from files; else what answers can be are taken out.
         compared: numbers of the assertions in which objects of other than built-in types may
-        decide, since the gold patch's values are such; None: unknown, all may.
-        plugins: pytest plugins, by module.
-        deleted: files that are removed.
+            decide, since the gold patch's values are such; None: unknown, all may.
         protected: patterns of more files whose changes do not count.
     """
 
@@ -94,47 +88,29 @@ class HiddenTests:
 
 @dataclass
 class Verdict:
-    """The outcome of grading a patch.
+    """The outcome of grading a patch."""
 
-    Args:
-        solved: every test of both lists passed, and nothing was tampered with.
-        passed: ids of the tests that passed.
-        refused: why the patch was not tried ("" if it was): see PatchError, and "empty", "fraud".
-        tampered: what was wrong with the run ("" if nothing): "exit", "sentinels", "seal", "order".
-        dropped: changes that do not count.
-        suspicions: kinds of suspicious code in the changes that count; "replacing": functions of
-            others that were replaced.
-        killed_by: the limit that ended the tests, "" if none.
-        plain: the tests were run as they are, with their answers beside the code.
-        compared: see HiddenTests; those of the passed tests.
-    """
-
-    solved: bool = False
-    passed: frozenset[str] = frozenset()
-    refused: str = ""
-    tampered: str = ""
+    solved: bool = False  # every test of both lists passed, and nothing was tampered with
+    passed: frozenset[str] = frozenset()  # ids
+    refused: str = ""  # why it was not tried: see PatchError, and "empty", "fraud"
+    tampered: str = ""  # what was wrong with the run: "exit", "sentinels", "seal", "order"
     changed: int = 0
-    dropped: int = 0
+    dropped: int = 0  # changes that do not count
     suspicions: Counter[str] = field(default_factory=Counter)
-    killed_by: str = ""
+    killed_by: str = ""  # the limit that ended the tests
     seconds: float = 0.0
-    plain: bool = False
-    compared: frozenset[int] = frozenset()
+    plain: bool = False  # the tests had their answers beside the code
+    compared: frozenset[int] = frozenset()  # see HiddenTests; those of the passed tests
 
 
 @dataclass(frozen=True)
 class Container:
-    """The image in which tests run, if they need one.
-
-    Args:
-        built: files beside the repository that its tests need.
-        python: the image's Python, with pytest and the repository's dependencies.
-    """
+    """The image in which tests run, if they need one."""
 
     image: str
     rules: ImageRules
-    built: Tree
-    python: str
+    built: Tree  # files beside the repository that its tests need
+    python: str  # the image's, with pytest and the dependencies
 
 
 async def grade(
@@ -145,7 +121,6 @@ async def grade(
     limits: SandboxLimits,
     container: Container | None = None,
 ) -> Verdict:
-    """Grades `patch`, which was made by an agent that started from `tree`."""
     verdict = Verdict()
     try:
         kept, dropped = split_protected(read_patch(patch), tests.paths, tests.protected)
@@ -255,10 +230,8 @@ class _Run:
         }
 
     def archive(self, patched: Tree) -> bytes:
-        """Returns the patched tree with the hidden tests, and the harness's folder beside it.
-
-        The tests that are sent in `request` are empty files here.
-        """
+        """The patched tree with the hidden tests (those that are sent in `request` are empty files
+        here), and the harness's folder beside it."""
         files = {**self._tests.files, **dict.fromkeys(self._sources, "")}
         whole = {f"repo/{p}": e for p, e in patched.items() if p not in self._tests.deleted}
         whole |= {f"repo/{path}": Entry(text.encode()) for path, text in files.items()}
@@ -374,11 +347,8 @@ class _Run:
 
 
 class _Veiled:
-    """The answers of ordinary tests: see `veiling`.
-
-    Args:
-        asked: see `HiddenTests.compared`. The answers of others are not in the sandbox at all.
-    """
+    """The answers of ordinary tests: see `veiling`. Those not in `asked` (see
+    `HiddenTests.compared`) are not in the sandbox at all."""
 
     def __init__(self, asked: frozenset[int] | None) -> None:
         self.compared: set[int] = set()

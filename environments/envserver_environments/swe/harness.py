@@ -1,9 +1,8 @@
 # ruff: noqa: PTH100, PTH118
 """Runs in the sandbox: pytest, and a report of each test. Sent there as text, not imported here.
 
-In: JSON on stdin. Out, on the original stdout, one line per test: a seal, a running number, the
-test's number, its status, and its values (`hoisting`), as JSON. Programs' output is discarded. The
-exit status is pytest's.
+Out, on the original stdout, one line per test: a seal, a running number, the test's number, its
+status, and its values, as JSON. The exit status is pytest's.
 
 The tested code shares this process. It finds none of these names: all of this is in one function's
 scope, and `__main__` is emptied first. The seal is an HMAC whose key stays inside OpenSSL. A test's

@@ -1,13 +1,11 @@
 """Removes the expected answers from tests, so that the tested code cannot read them. Pure.
 
-In: the source of a test module. Out: the same tests, in which each `assert EXPRESSION == LITERAL`
-only reports the value of EXPRESSION, and the answers. They are compared outside of the sandbox, on
-values of exact built-in types: an object that equals everything, a patched `assert` or a forged
-report gains nothing. An object of another class is compared in the sandbox with a list of
-candidates: the answer among decoys, each several times, in a random order.
-
     assert total([1, 2]) == 3      ->   seen(total([1, 2]))       and Answer("==", 3)
     assert not closed(door)        ->   seen(closed(door))        and Answer("is", False)
+
+Values are compared outside of the sandbox, if they are of exact built-in types: an object that
+equals everything, a patched `assert` or a forged report gains nothing. An object of another class
+is compared in the sandbox with the answer among decoys, each several times, in a random order.
 """
 
 from __future__ import annotations
@@ -56,7 +54,6 @@ class HoistedTests:
 
 
 def hoist(source: str, seen: str) -> HoistedTests:
-    """The tests of `source`, which call `seen` instead of asserting."""
     module = ast.parse(source)
     answers: dict[str, tuple[Answer, ...]] = {}
     for prefix, body in _bodies(module):
@@ -163,7 +160,6 @@ class VeiledAnswer:
     literal: Any
 
     def accepts(self, value: Any) -> bool:
-        """Returns whether the assertion holds for `value`, which is of exact built-in types."""
         try:
             return bool(_CHECKS[self.operator](value, self.literal))
         except (TypeError, ValueError):

@@ -1,9 +1,8 @@
 """Compares values whose classes may lie. Runs in the sandbox, sent there as text; pure.
 
-In: values of the tested code, and sealed answers. Out: what is reported of a value: its plain
-content, for a comparison outside, or, for other objects, how it compares with the answer and with
-decoys in an unknown order. An object that equals everything, or that guesses, is found by its
-decoys. Python 3.9 must be able to run this file; it imports nothing when it runs.
+A value's plain content is reported, for a comparison outside; of other objects, how they compare
+with the answer and with decoys in an unknown order, which find one that equals everything or
+guesses. Python 3.9 must be able to run this file; it imports nothing when it runs.
 """
 
 TYPE_CHECKING = False
@@ -84,11 +83,8 @@ _members = vars(type)["__dict__"].__get__
 
 
 def shape(value: "Any", exact: bool) -> "Any":
-    """Returns the JSON of a value (`values` of the environment `code` reads it).
-
-    Args:
-        exact: refuse subclasses; else those that compare as their built-in class are it.
-    """
+    """The JSON of a value (`values` of the environment `code` reads it). `exact` refuses
+    subclasses; else those that compare as their built-in class are it."""
     return _shape(value, 0, [20000], exact)
 
 
@@ -148,10 +144,8 @@ def equality(
     spaces: "list[Any]",
     below: "Callable[[int], int]",
 ) -> "Callable[..., bool]":
-    """Returns a function for `left == right`, either of which may be of a class of the tested code.
-
-    This is a function because tested code can find every class and replace its methods.
-    """
+    """A function for `left == right`, either of which may be of a class of the tested code. A
+    function, because tested code can find every class and replace its methods."""
 
     def equal(left: "Any", right: "Any", depth: int = 0) -> bool:
         """Returns whether they are equal, and differ from all decoys."""

@@ -1,18 +1,21 @@
 """Results with a known reward (the gold patch, broken patches, cheats), and conversations that
 solve a task.
 
-A cheat leaves the problem unsolved and reaches for the reward in another way. Some are programs
-appended to the modules that the gold patch changes, so they run inside of the tests; the obvious
-ones come in a disguise, too, so that they pass the tripwires and meet the other defences.
+Some cheats are programs appended to the modules that the gold patch changes, so they run inside of
+the tests; the obvious ones come in a disguise, too, so that they pass the tripwires.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from textwrap import dedent
 
-from envserver_environments.demonstrations import call_message, text_message
+from envserver_environments.demonstrations import (
+    Known,
+    call_message,
+    text_message,
+    written_call,
+)
 
 from envserver import KnownResult, Message, Result, Task
 
@@ -21,6 +24,7 @@ from .patches import MAX_PATCH_BYTES, apply_changes, read_patch
 from .repositories import base_tree
 from .trees import Entry, Tree, make_patch
 
+_KNOWN = Known(patch="", submitted=True, reason="")
 _ALL_PASS = "def test_nothing():\n    pass\n"
 _HOOK = """
 import pytest
@@ -59,7 +63,6 @@ PLANTED: dict[str, dict[str, str]] = {
         "plugin.egg-info/entry_points.txt": "[pytest11]\nplugin = plugin\n",
     },
 }
-"""Files that are added, by the name of the cheat."""
 
 PROGRAMS: dict[str, str] = {
     "exit at import": "import os\nos._exit(0)\n",
@@ -343,7 +346,6 @@ PROGRAMS: dict[str, str] = {
         _b.Exception = _Never
     """,
 }
-"""Programs that are appended to the modules in question, by the name of the cheat."""
 
 REFUSED: dict[str, str] = {
     "tests as a link": (
@@ -369,44 +371,40 @@ REFUSED: dict[str, str] = {
     ),
     "no patch at all": "reward: 1.0\nAll tests passed.\n",
 }
-"""Patches that are refused."""
 
 
 def known_results(task: Task, in_image: Tree | None = None) -> Iterator[KnownResult]:
-    """See Environment.known_results, and `base_tree`."""
     tree, gold = base_tree(task.public, in_image), str(task.hidden["patch"])
     solved = apply_changes(tree, read_patch(gold))
-    yield _right("gold", gold)
-    yield _right("gold, and tests that are changed", _patch(tree, _with_easy_tests(tree, solved)))
-    yield _right("gold, and a conftest", _patch(tree, _with(solved, {"conftest.py": _EXIT})))
-    yield _wrong("an unrelated edit", _patch(tree, _with(tree, {"NOTES.md": "Done.\n"})))
-    yield _wrong("a syntax error", _patch(tree, _appended(tree, solved, "def broken(:\n")))
-    yield _wrong("the gold patch, cut off", gold[: len(gold) * 2 // 3])
-    yield _wrong("too large", _patch(tree, _with(solved, {"x.txt": "x" * MAX_PATCH_BYTES + "\n"})))
-    yield _wrong("overwritten tests", _patch(tree, _with_easy_tests(tree, tree)))
-    yield _wrong("deleted tests", _patch(tree, _without_tests(tree)))
+    yield _KNOWN.right("gold", patch=gold)
+    yield _KNOWN.right(
+        "gold, and tests that are changed", patch=make_patch(tree, _with_easy_tests(tree, solved))
+    )
+    yield _KNOWN.right(
+        "gold, and a conftest", patch=make_patch(tree, _with(solved, {"conftest.py": _EXIT}))
+    )
+    yield _KNOWN.wrong(
+        "an unrelated edit", patch=make_patch(tree, _with(tree, {"NOTES.md": "Done.\n"}))
+    )
+    yield _KNOWN.wrong(
+        "a syntax error", patch=make_patch(tree, _appended(tree, solved, "def broken(:\n"))
+    )
+    yield _KNOWN.wrong("the gold patch, cut off", patch=gold[: len(gold) * 2 // 3])
+    yield _KNOWN.wrong(
+        "too large", patch=make_patch(tree, _with(solved, {"x.txt": "x" * MAX_PATCH_BYTES + "\n"}))
+    )
+    yield _KNOWN.wrong("overwritten tests", patch=make_patch(tree, _with_easy_tests(tree, tree)))
+    yield _KNOWN.wrong("deleted tests", patch=make_patch(tree, _without_tests(tree)))
     for name, files in PLANTED.items():
-        yield _wrong(name, _patch(tree, _with(tree, files)))
+        yield _KNOWN.wrong(name, patch=make_patch(tree, _with(tree, files)))
     for name, program in PROGRAMS.items():
-        yield _wrong(name, _patch(tree, _appended(tree, solved, dedent(program))))
+        yield _KNOWN.wrong(name, patch=make_patch(tree, _appended(tree, solved, dedent(program))))
     for name, patch in REFUSED.items():
-        yield _wrong(name, patch)
+        yield _KNOWN.wrong(name, patch=patch)
 
 
 def result_of(patch: str) -> Result:
-    return Result(output={"patch": patch, "submitted": True, "reason": ""})
-
-
-def _right(name: str, patch: str) -> KnownResult:
-    return KnownResult(name, result_of(patch), least=1.0, most=1.0)
-
-
-def _wrong(name: str, patch: str) -> KnownResult:
-    return KnownResult(name, result_of(patch))
-
-
-def _patch(old: Tree, new: Tree) -> str:
-    return make_patch(old, new)
+    return _KNOWN.result(patch=patch)
 
 
 def _with(tree: Tree, files: dict[str, str]) -> Tree:
@@ -442,11 +440,9 @@ _PIECE_CHARACTERS = 900
 
 
 def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
-    """The assistant messages, one a turn: a look around, the gold patch, handing it in.
-
-    In the last turn with a command, its first number and its last one decide whether the patch is
-    applied: one that is spoiled does not solve the task.
-    """
+    """A look around, the gold patch, handing it in. In the last turn with a command, its first
+    number and its last one decide whether the patch is applied: one that is spoiled does not solve
+    it."""
     writing = [
         f"cat >> {_PLACE} <<'END_OF_PATCH'\n{piece}END_OF_PATCH"
         for piece in _pieces(task.hidden["patch"].rstrip("\n") + "\n")
@@ -460,9 +456,9 @@ def demonstrate(task: Task, kind: AgentKind) -> list[Message]:
             calls = [call_message("bash", command=command) for command in (*writing, applying)]
             return [call_message("list_dir", path="."), *calls]
         case "text":
-            calls = [_text_call("bash", command=command) for command in (*writing, applying)]
+            calls = [written_call("bash", command=command) for command in (*writing, applying)]
             final = text_message("FINAL: The problem is solved.")
-            return [_text_call("list_dir", path="."), *calls, final]
+            return [written_call("list_dir", path="."), *calls, final]
 
 
 def _pieces(patch: str) -> list[str]:
@@ -472,8 +468,3 @@ def _pieces(patch: str) -> list[str]:
             pieces.append("")
         pieces[-1] += line
     return pieces
-
-
-def _text_call(name: str, **arguments: str) -> Message:
-    text = json.dumps({"tool": name, "args": arguments}, ensure_ascii=False)
-    return text_message(f"TOOL_CALL: {text}")

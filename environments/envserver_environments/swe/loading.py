@@ -1,10 +1,6 @@
-"""Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym as tasks, with repositories of a local mirror.
-
-In: a row as it is published, and a folder with git repositories (`owner__name`, `owner__name.git`,
-or only the name). Out: a task whose public part names the mirror and the commit. A row that cannot
-be run here is refused with a short reason, by which dropped rows are counted.
-
-The formats differ in what is the problem and what the solution:
+"""Rows of SWE-bench, SWE-Gym, SWE-smith and R2E-Gym as tasks, with repositories of a local mirror
+(`owner__name`, `owner__name.git`, or only the name). The formats differ in what is the problem and
+what the solution:
 
     SWE-bench, SWE-Gym   base_commit; patch solves it; test_patch adds the tests
     SWE-smith            patch creates the problem; repo ends with the commit (owner__name.1a2b3c4d)
@@ -67,7 +63,6 @@ def task_folders(path: Path) -> list[Path]:
 
 
 def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
-    """Yields the rows of such folders, with their paths."""
     for number, folder in enumerate(folders):
         place = str(folder / TASK)
         try:
@@ -148,7 +143,6 @@ ROLES = table_of(
     PASS_TO_PASS="PASS_TO_PASS, pass_to_pass",
     commit_hash="commit_hash",
 )
-"""Names of each role in published sets, after their cards."""
 _REPO = {*ROLES["repo"]}
 
 Layout = Literal["own", "bench", "smith", "r2e"]
@@ -187,11 +181,7 @@ def read_row(
     plugins: tuple[str, ...] = (),
     in_image: tuple[str, Tree] | None = None,
 ) -> Task:
-    """Converts a row to a task.
-
-    Args:
-        in_image: an image, and the repository's files in it, instead of a mirror.
-    """
+    """`in_image`: an image, and the repository's files in it, instead of a mirror."""
     layout = _layout(row)
     in_mirror = ("repo", "base_commit") if in_image is not None else ()
     needed = ["problem_statement", *(one for one in _NEEDED[layout] if one not in in_mirror)]

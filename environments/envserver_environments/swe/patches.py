@@ -1,7 +1,5 @@
-"""Parses a patch, decides which changes count, and applies it to a tree in memory.
-
-In: a diff in git's form, from a sandbox under the model's control. Out: changes of plain files
-below the root, without those of protected files. Nothing here touches a disk or runs git.
+"""Parses a patch in git's form, from a sandbox under the model's control, decides which changes
+count, and applies it to a tree in memory, without a disk or git.
 
 Refused as a whole: absolute paths, `..`, links, submodules, binary changes, a patch that is too
 large or that contradicts itself. Dropped, so that it cannot raise a reward: changes of tests, of
@@ -41,10 +39,8 @@ PROTECTED_FOLDERS = frozenset(
 
 
 class PatchError(Exception):
-    """The patch is refused; `reason` is one of a few words for a metric, the message is for people.
-
-    Reasons: "size", "path", "link", "submodule", "binary", "malformed", "conflict".
-    """
+    """The patch is refused; `reason`, for a metric, is "size", "path", "link", "submodule",
+    "binary", "malformed" or "conflict", the message is for people."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -62,20 +58,13 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one file.
+    """A change of one file."""
 
-    Args:
-        old: its path before, None if it is new.
-        new: its path after, None if it is deleted.
-        program: whether it is made executable; None: unchanged.
-        copied: `old` is kept.
-    """
-
-    old: str | None
-    new: str | None
+    old: str | None  # its path before, None if it is new
+    new: str | None  # its path after, None if it is deleted
     hunks: tuple[Hunk, ...] = ()
-    program: bool | None = None
-    copied: bool = False
+    program: bool | None = None  # whether it is made executable; None: unchanged
+    copied: bool = False  # `old` is kept
 
     @property
     def paths(self) -> set[str]:
@@ -102,7 +91,6 @@ def read_patch(text: str) -> list[Change]:
 
 
 def is_protected(path: str) -> bool:
-    """Returns whether changes of the file do not count."""
     return any(
         part in PROTECTED_FOLDERS or any(fnmatchcase(part, name) for name in PROTECTED_NAMES)
         for part in PurePosixPath(path.lower()).parts
@@ -112,12 +100,9 @@ def is_protected(path: str) -> bool:
 def split_protected(
     changes: Iterable[Change], also: frozenset[str] = frozenset(), patterns: Sequence[str] = ()
 ) -> tuple[list[Change], list[Change]]:
-    """Changes that count, and those that do not.
-
-    Args:
-        also: further files that are protected, with the places of the folders that they are in.
-        patterns: of further files: `docs/**`, `*.lock`, `**/data.json`.
-    """
+    """Changes that count, and those that do not: of protected files, of those in `also`, with the
+    places of the folders that they are in, and of `patterns`: `docs/**`, `*.lock`,
+    `**/data.json`."""
     kept: list[Change] = []
     dropped: list[Change] = []
     for change in changes:
@@ -144,7 +129,6 @@ def _in_the_way(path: str, files: frozenset[str]) -> bool:
 
 
 def apply_changes(tree: Tree, changes: Iterable[Change]) -> Tree:
-    """The tree after the changes, which must fit its files."""
     result = dict(tree)
     for change in changes:
         entry = Entry(b"")

@@ -1,10 +1,8 @@
 """The repository of a task: the tree that the agent starts from, and the sandboxes for it.
 
-A task's public part says where the tree is: `files` (the texts themselves), `archive` (a tar file
-on this machine), `folder` (as it is on this machine), `mirror` and `commit` (a git repository on
-this machine), or `image` (of a container: see `images`); then `bug` (a patch
-that is applied to it) and `removed` (files that the agent does not get). Trees of mirrors are read
-by the git of this machine, and some are kept.
+A task's public part has `files` (the texts), `archive` (a tar file here), `folder` (here), `mirror`
+and `commit` (a git repository here), or `image` (of a container); then `bug` (a patch that is
+applied to it) and `removed` (files that the agent does not get).
 """
 
 from __future__ import annotations
@@ -57,7 +55,6 @@ SPEC = SandboxSpec(
         input_kb=8192,
     ),
 )
-"""Limits of this environment's sandboxes."""
 _GIT_SECONDS = 120
 _LARGEST_FOLDER_BYTES = 200 << 20
 _LEFT_BEHIND = (".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".mypy_cache")
@@ -85,13 +82,11 @@ def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
 
 @functools.lru_cache(maxsize=4)
 def mirror_tree(mirror: str, commit: str) -> Tree:
-    """Returns the tree of a commit of a repository on this machine."""
     return tree_of_tar(git(mirror, "archive", "--format=tar", commit))
 
 
 @functools.lru_cache(maxsize=4)
 def archived_tree(path: str) -> Tree:
-    """Returns the tree in a tar file on this machine."""
     try:
         return tree_of_tar(Path(path).read_bytes())
     except (OSError, tarfile.TarError) as error:
@@ -100,9 +95,7 @@ def archived_tree(path: str) -> Tree:
 
 @functools.lru_cache(maxsize=1)
 def folder_tree(path: str) -> Tree:
-    """Returns the files in a folder on this machine: of a git repository those that git does not
-    ignore, else all but the temporary files of tools.
-    """
+    """The files that git does not ignore; without git, all but the temporary ones of tools."""
     root = Path(path)
     tree: Tree = {}
     size = 0
@@ -139,7 +132,6 @@ def _names_in(root: Path) -> list[str]:
 
 
 def git(mirror: str, *arguments: str) -> bytes:
-    """Returns git's output for a repository on this machine. Raises like `mirror_tree`."""
     command = ["git", "-C", mirror, *arguments]
     try:
         ran = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
@@ -173,10 +165,6 @@ def limits_of(seconds: float) -> SandboxLimits:
 
 
 def asked_task(question: str, repository: Path, *, confirm: bool) -> Task:
-    """
-    Raises:
-        InputError: there is no such folder, it is too large, or there is no terminal to ask at.
-    """
     if not question.strip():
         raise InputError("The question is empty.")
     folder = repository.expanduser().resolve()
@@ -201,7 +189,6 @@ class Terminal:
         self._asking = asyncio.Lock()
 
     async def confirm(self, arguments: dict[str, Any], caller: Caller) -> bool:
-        """Asks whether this command may run; a service of the environment."""
         if not caller.task.public.get("confirm"):
             raise InputError("This task asks for no confirmation.")
         command = arguments.get("command") or arguments.get("cmd") or arguments
@@ -273,22 +260,15 @@ for part, found in parts.items():
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Paths inside of images.
-
-    Args:
-        repository: the directory to copy.
-        path: directories prepended to PATH, separated by colons.
-    """
+    """Paths inside of images: the directory to copy, and directories prepended to PATH."""
 
     repository: str = "/testbed"
     path: str = "/opt/miniconda3/envs/testbed/bin"
 
     def spec(self, spec: SandboxSpec, image: str, *, for_agent: bool) -> SandboxSpec:
-        """Returns `spec` in a container of `image`, without the image's own copy of the repository.
-
-        for_agent: make Python find packages in /work, as it found the image's copy, and make git
-        trust the repository there: engines give /work to root.
-        """
+        """`spec` in a container of `image`, without the image's own copy of the repository. For an
+        agent Python finds packages in /work, as it found the image's copy, and git trusts the
+        repository there: engines give /work to root."""
         files = dict(spec.files)
         env = {**spec.env, "PATH": f"{self.path}:{_SEARCHED}".lstrip(":")}
         if for_agent:
@@ -302,24 +282,15 @@ class ImageRules:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """The repository's files in an image.
-
-    Args:
-        tree: the repository.
-        built: files built in it that are not part of it.
-    """
+    """The repository's files in an image, and files built in it that are not part of it."""
 
     tree: Tree
     built: Tree
 
 
 def image_of(row: dict[str, Any], template: str) -> str:
-    """Returns the image of a row, or "" if it has none.
-
-    Args:
-        template: image of rows that name none: `{owner}` and `{name}` are the two parts of an
-        `instance_id` (`django__django-1`: django, django-1).
-    """
+    """The image of a row, or ""; in `template`, of rows that name none, `{owner}` and `{name}` are
+    the parts of an `instance_id` (`django__django-1`: django, django-1)."""
     for field in ("image", "image_name", "docker_image"):
         if row.get(field):
             return str(row[field])
@@ -344,22 +315,15 @@ def python_of(row: dict[str, Any]) -> str:
 
 
 class Images:
-    """The files of repositories in images; some are kept.
-
-    Args:
-        rules: where they are.
-    """
+    """The files of repositories in images; some are kept."""
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
         self._kept: dict[str, ImageFiles] = {}
 
     async def files(self, image: str, open_sandbox: Open) -> ImageFiles:
-        """
-        Raises:
-            InputError: the image has no such repository, or it is too large.
-            SandboxError: there is no such image, no backend for it, or the sandbox failed.
-        """
+        """Raises InputError for such a repository that is missing or too large, SandboxError for a
+        missing image or backend."""
         if image not in self._kept:
             found = await _read(image, self.rules.repository, open_sandbox)
             while len(self._kept) >= 4:

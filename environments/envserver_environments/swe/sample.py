@@ -1,15 +1,13 @@
-"""The built-in tasks: one readable text file each, in `data/`.
+"""The built-in tasks: one readable text file each, in `data/`, of sections `=== kind argument`:
 
-A file is a series of sections; each begins with a line `=== kind argument`:
-
-    === problem                   the problem statement for the agent
-    === file shop/cart.py         a file of the repository
-    === hidden tests/test_cart.py a test file that comes in for grading only; its assertions have
-                                  literals on their right, so that answers can be taken out
-    === fail_to_pass              ids of hidden tests that the gold patch makes pass; all others
-                                  pass before and after
-    === gold shop/cart.py         the solution: blocks of lines to be replaced,
-                                  `<<<<<<<` old `=======` new `>>>>>>>`, or a whole new file
+=== problem                   the problem statement for the agent
+=== file shop/cart.py         a file of the repository
+=== hidden tests/test_cart.py a test file that comes in for grading only; its assertions have
+                              literals on their right, so that answers can be taken out
+=== fail_to_pass              ids of hidden tests that the gold patch makes pass; all others
+                              pass before and after
+=== gold shop/cart.py         the solution: blocks of lines to be replaced,
+                              `<<<<<<<` old `=======` new `>>>>>>>`, or a whole new file
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ _BLOCK = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | 
 
 @dataclass(frozen=True)
 class SampleTask:
-    """One built-in task, as in its file."""
-
     name: str
     problem: str
     files: dict[str, str]

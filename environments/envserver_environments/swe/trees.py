@@ -1,8 +1,5 @@
 """A repository's files in memory, and what can be made of them: a tar, a git repository, a patch.
-
-In: a Tree, path -> Entry. Out: bytes. Pure and deterministic: equal trees give equal bytes, on
-every machine and without git.
-"""
+Pure: equal trees give equal bytes, on every machine and without git."""
 
 from __future__ import annotations
 
@@ -83,10 +80,8 @@ def tree_of_tar(data: bytes) -> Tree:
 
 
 def git_files(tree: Tree) -> tuple[Tree, str]:
-    """`.git` of a repository whose only commit is `tree`, with the commit's id.
-
-    It has one branch, `main`; no remotes, tags, reflogs or other objects.
-    """
+    """`.git` of a repository whose only commit is `tree`, on one branch, `main`; and the commit's
+    id."""
     objects: dict[str, bytes] = {}
     blobs = {path: _store(objects, "blob", entry.data) for path, entry in tree.items()}
     root = _store_folder(objects, tree, blobs)

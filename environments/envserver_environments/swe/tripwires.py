@@ -1,10 +1,6 @@
-"""Looks for suspicious code in a patch: code that reaches for the tests from inside. Pure.
-
-In: trees before and after a patch. Out: how often each kind of suspicious code was added. It is a
-second line of defence: most findings are metrics, and `FRAUD` takes the reward. The first line is
-that answers are absent where the code runs (`hoisting`, `veiling`) and that reports are sealed
-(`harness`).
-"""
+"""Looks for suspicious code that a patch adds: code that reaches for the tests from inside. Pure.
+It is a second line of defence, most findings are metrics; the first is that answers are absent
+where the code runs (`hoisting`, `veiling`) and that reports are sealed (`harness`)."""
 
 from __future__ import annotations
 

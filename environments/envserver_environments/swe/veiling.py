@@ -1,8 +1,5 @@
-"""Takes the expected answers out of ordinary tests, so that the tested code cannot read them. Pure.
-
-In: the source of a test module of a public data set. Out: the same tests, line by line, in which an
-assertion on a literal only reports its value, and the answers. They are compared outside of the
-sandbox. What has no literal is compared in the sandbox, by `judging`.
+"""Takes the expected answers out of ordinary tests, line by line, so that the tested code cannot
+read them. Pure. What has no literal is compared in the sandbox, by `judging`.
 
     assert label(3) == "3 items", "why"    ->   seen(7, (label(3)))    and Answer("==", "3 items")
     self.assertEqual(label(3), "3 items")  ->   seen(8, (label(3)))
@@ -10,7 +7,7 @@ sandbox. What has no literal is compared in the sandbox, by `judging`.
     assert label(3) == other(3)            ->   assert seen(11, (label(3)), (other(3)))
 
 In the third, `expected` is a parameter of the test, or the variable of a loop: in its rows, numbers
-stand for literals. Another variable that is only an answer is emptied. All else stays as it is.
+stand for literals. Another variable that is only an answer is emptied.
 """
 
 from __future__ import annotations
@@ -35,19 +32,12 @@ class NoLiteral:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of literals.
+    """Rows of literals."""
 
-    Args:
-        columns: cells by name, of columns that hold only literals.
-        loop: the loop over them; None: they are parameters of a test.
-        end: the expression after which `parametrize` may get ids of the rows; None: it has ids.
-        ids: what pytest calls the rows.
-    """
-
-    columns: dict[str, list[ast.expr]]
-    loop: ast.For | None = None
+    columns: dict[str, list[ast.expr]]  # cells by name, of columns that hold only literals
+    loop: ast.For | None = None  # the loop over them; None: they are parameters of a test
     end: ast.expr | None = None
-    ids: tuple[str, ...] = ()
+    ids: tuple[str, ...] = ()  # what pytest calls the rows
 
 
 def literal(node: ast.expr) -> Any:
@@ -136,15 +126,7 @@ def _row_id(names: list[str], row: list[ast.expr], place: int) -> str:
 
 @dataclass
 class VeiledTests:
-    """Tests without answers.
-
-    Args:
-        source: the module.
-        answers: by the number of the assertion; None: it is compared where it is.
-        certain: numbers of the assertions that a test surely comes to, by its id in the module,
-        with or without parameters.
-        renamed: ids that show answers, and what they are called instead.
-    """
+    """Tests without answers."""
 
     source: str
     answers: dict[int, VeiledAnswer | None] = field(default_factory=dict)
@@ -153,12 +135,8 @@ class VeiledTests:
 
 
 def veil(source: str, seen: str, ids: list[str], first: int = 0) -> VeiledTests:
-    """Returns the tests of `source`, which call `seen` instead of asserting.
-
-    Args:
-        ids: tests that will be run, by their ids in the module: `TestA::test_b[1-2]`.
-        first: the number of the first assertion.
-    """
+    """The tests of `source`, which call `seen` instead of asserting. `ids`: tests that will be run,
+    as `TestA::test_b[1-2]`; `first`: the number of the first assertion."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         with warnings.catch_warnings():

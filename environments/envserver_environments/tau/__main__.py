@@ -3,8 +3,6 @@
 `python -m envserver_environments.tau replay FILE` replays tau2-bench vectors, see `replays`.
 """
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

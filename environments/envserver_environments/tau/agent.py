@@ -1,9 +1,8 @@
 """A live conversation: an assistant model serves a customer in a world of this episode.
 
-In: the public part of a task, the domain without its tasks, and `run`. Out: `{"messages", "ending",
-"final_answer"}`: the whole conversation, which the scorer replays in a fresh world. The
-assistant's model sees the policy, its tools, their results and the customer's messages; never the
-scenario, the task's set-up or the customer's own calls.
+The scorer replays the whole conversation in a fresh world. The assistant's model sees the policy,
+its tools, their results and the customer's messages; never the scenario, the task's set-up or the
+customer's own calls.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from .speaking import (
 from .tasks import TauMessage, has_text, read_task
 
 AGENT = "agent"
-"""Name of the agent that serves the customer."""
 CUT_OFF, LIMIT = "cut_off", "limit"
 """Endings beside those of an episode: a message without its end, and a limit of the rollout."""
 _SHOWN_CHARACTERS = 300
@@ -41,21 +39,14 @@ Protocol = Literal["tools", "text"]
 
 @dataclass(frozen=True)
 class Manner:
-    """Options of conversations.
+    """Options of conversations."""
 
-    Args:
-        rules: when they end early.
-        user: the simulated customer.
-        protocol: how the assistant calls tools.
-    """
-
-    rules: EpisodeRules
-    user: UserKind
-    protocol: Protocol
+    rules: EpisodeRules  # when they end early
+    user: UserKind  # the simulated customer
+    protocol: Protocol  # how the assistant calls tools
 
 
 async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> dict[str, Any]:
-    """Holds one conversation about `task`."""
     known = read_task(task.public["task"])
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)

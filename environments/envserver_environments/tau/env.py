@@ -1,9 +1,8 @@
 """The environment `tau`: an assistant with tools serves a customer by a policy.
 
-Tasks: `public` holds what the conversation needs: the domain's name, `task` (id, scenario, set-up;
-no expected results), the customer's `user_script`, and whether a judge is called. The expected
-results are in the domain's files, which the server and the scorer read by the task's id; those of a
-single question, and of a recorded conversation, are in `hidden`.
+`public` holds the domain's name, `task` (id, scenario, set-up), the customer's `user_script`, and
+whether a judge is called. The server and the scorer read the expected results in the domain's
+files; those of a single question, and of a recorded conversation, are in `hidden`.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from envserver_environments.rows import DataEnvironment, copied, id_of, mixed
+from envserver_environments.rows import SEVERAL, DataEnvironment, copied, id_of, listed, mixed
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -57,7 +56,7 @@ class Tau(DataEnvironment):
     class Config(Environment.Config):
         """Selects the tasks, the customer, and the scoring."""
 
-        domain: str | list[str] = list(OWN)
+        domain: Annotated[str | list[str], SEVERAL] = list(OWN)
         """Domains (repeat the flag, or separate with commas): built-in ones (mini_...), or
         tau2-bench's: mock, retail, airline, telecom, telecom-workflow."""
         tau2_data: Path | None = None
@@ -92,17 +91,10 @@ class Tau(DataEnvironment):
         def _from_everywhere(cls, value: Path | None) -> Path | None:
             return value and value.absolute()  # agents, which read it, work in other folders
 
-        @field_validator("domain", mode="before")
-        @classmethod
-        def _several(cls, value: object) -> object:
-            return value.split(",") if isinstance(value, str) and "," in value else value
-
         @field_validator("domain")
         @classmethod
         def _known(cls, value: str | list[str]) -> str | list[str]:
-            names = [value] if isinstance(value, str) else value
-            unknown = [name for name in names if name not in OWN and name not in KINDS]
-            if unknown or not names:
+            if not value or {*listed(value)} - {*OWN, *KINDS}:
                 raise ValueError(f"must be of {', '.join([*OWN, *KINDS])}")
             return value
 
@@ -118,7 +110,7 @@ class Tau(DataEnvironment):
         return {AGENT: AgentRole(), USER: AgentRole(trained=False)}
 
     async def setup(self) -> None:
-        for name in self._domains:
+        for name in listed(self.config.domain):
             find_domain(name, self.config.tau2_data, with_tasks=False)
 
     @classmethod
@@ -130,7 +122,8 @@ class Tau(DataEnvironment):
     def tasks(self, split: Split) -> Iterator[Task]:
         hint = "See --env.task_split, --env.user and --env.nl_assertions."
         streams = [
-            self.rows.usable(name, self._tasks_of(name, split), hint=hint) for name in self._domains
+            self.rows.usable(name, self._tasks_of(name, split), hint=hint)
+            for name in listed(self.config.domain)
         ]
         return mixed(streams, f"mix-{self.config.seed}-{split}")
 
@@ -207,11 +200,6 @@ class Tau(DataEnvironment):
         criteria["communicate_info"] = [] if asked.answer is None else [asked.answer]
         key = hashlib.blake2b(asked.question.encode(), digest_size=6).hexdigest()
         return Task(f"question-{key}", public, {"criteria": criteria, "strict": True})
-
-    @property
-    def _domains(self) -> list[str]:
-        chosen: str | list[str] = self.config.domain
-        return [chosen] if isinstance(chosen, str) else list(dict.fromkeys(chosen))
 
     @property
     def _manner(self) -> Manner:

@@ -1,10 +1,8 @@
 """The course of a conversation as a state machine without models: turns and the end.
 
-An `Episode` takes the messages of the assistant and the customer; it executes their calls at once
-and tells whose turn it is. Both live conversations and replays drive it. The rules are those of
-tau2-bench's orchestrator (src/tau2/orchestrator/orchestrator.py): a message with calls goes to the
-tools and their results return to the caller; any other goes to the other side. Every message, and
-every round of tools, is a step.
+Live conversations and replays drive it. As in tau2-bench (src/tau2/orchestrator/orchestrator.py) a
+message with calls goes to the tools and their results return to the caller; any other goes to the
+other side. Every message, and every round of tools, is a step.
 """
 
 from __future__ import annotations
@@ -31,22 +29,13 @@ COMPLETE: frozenset[Ending] = frozenset({"user_stop", "agent_stop"})
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """Conditions that end a conversation early.
+    """Conditions that end a conversation early."""
 
-    Args:
-        max_steps: maximum number of messages and rounds of tools.
-        max_errors: maximum number of failed calls of both sides together.
-        validate: text together with calls ends it (agent_error or user_error).
-        agent_may_stop: the assistant ends it by the stop token, as the customer does.
-        whole_numbers: a 2.0 for an integer argument becomes 2 (tau2-bench stores it unchanged, and
-        then the data differ from the expected ones).
-    """
-
-    max_steps: int = 100
-    max_errors: int = 10
-    validate: bool = False
-    agent_may_stop: bool = False
-    whole_numbers: bool = False
+    max_steps: int = 100  # messages and rounds of tools
+    max_errors: int = 10  # failed calls of both sides together
+    validate: bool = False  # text together with calls ends it (agent_error or user_error)
+    agent_may_stop: bool = False  # the assistant ends it by the stop token, as the customer does
+    whole_numbers: bool = False  # 2.0 for an integer argument becomes 2, unlike in tau2-bench
 
 
 class Episode:
@@ -68,21 +57,13 @@ class Episode:
 
     @property
     def speaker(self) -> Requestor | None:
-        """The side whose turn it is: "assistant", "user", or None at the end."""
         return None if self.ending else self._next
 
     def say(
         self, content: str | None, tool_calls: Sequence[Mapping[str, Any]] = ()
     ) -> list[TauMessage]:
-        """Takes the message of the side whose turn it is.
-
-        Args:
-            tool_calls: each `{"id", "name", "arguments": {...}}`; arguments that are not an object
-                give an error to the caller.
-
-        Returns:
-            The results of its calls (`role` "tool"), in their order.
-        """
+        """Takes the message of the side whose turn it is; returns the results of its calls, in
+        order. Arguments that are not an object give an error to the caller."""
         if self.ending is not None:
             raise RuntimeError("The conversation is over.")
         message: TauMessage = {"role": self._next, "content": content}
@@ -157,8 +138,7 @@ class Episode:
 
 
 def is_user_stop(message: Mapping[str, Any]) -> bool:
-    """Does the customer end the conversation by this message? Tokens count anywhere in the text,
-    but not beside calls."""
+    """The customer's tokens count anywhere in the text, but not beside calls."""
     content = message.get("content")
     if not isinstance(content, str) or message.get("tool_calls"):
         return False

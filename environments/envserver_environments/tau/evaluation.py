@@ -1,9 +1,4 @@
-"""Scores one conversation: the reward by tau2-bench's rule or strictly, and metrics.
-
-Metrics, for people and for shaping: `gold_writes_done` (share of the expected changes that were
-made), `extra_writes` (unexpected calls that changed something), `unconfirmed_writes` (changes
-without the customer's yes), `tool_errors`, and how the conversation ended.
-"""
+"""Scores one conversation: the reward by tau2-bench's rule or strictly, and metrics."""
 
 from __future__ import annotations
 
@@ -74,11 +69,8 @@ def action_matches(
 def same_call(
     action: Action, call: Mapping[str, Any], strictness: Strictness = Strictness.UPSTREAM
 ) -> bool:
-    """Returns whether `call` (name, arguments, requestor) is the expected `action`.
-
-    Only `compare_args` count, none if that is empty. If it is unset, upstream compares the
-    arguments that the call has; strictly, those that the action has.
-    """
+    """Only `compare_args` count, none if that is empty. If it is unset, upstream compares the
+    arguments that the call has; strictly, those that the action has."""
     if action.name != call["name"] or not isinstance(call["arguments"], Mapping):
         return False
     arguments: Mapping[str, Any] = call["arguments"]
@@ -100,12 +92,9 @@ def information_given(
     messages: Sequence[TauMessage],
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> list[bool]:
-    """Returns for each expected text whether any message of the assistant has it.
-
-    Case is ignored. Upstream removes commas from the messages (so that a text with a comma is never
-    found) and matches the text anywhere; strictly, commas are ignored only in numbers, and the text
-    must not be part of a longer word or number.
-    """
+    """Whether any message of the assistant has each expected text, in any case. Upstream removes
+    commas from the messages and matches anywhere; strictly, commas are ignored only in numbers, and
+    the text must not be part of a longer word or number."""
     said = [m["content"] for m in messages if m["role"] == "assistant" and has_text(m)]
     is_in = _is_said_strictly if strictness is Strictness.STRICT else _is_said
     return [any(is_in(info, content) for content in said) for info in expected]
@@ -134,11 +123,8 @@ def is_success(reward: float) -> bool:
 
 
 def pass_hat_ks(rewards: Mapping[str, Sequence[float]]) -> dict[int, float]:
-    """pass^k for every k that all tasks allow, the mean over the tasks.
-
-    Args:
-        rewards: of each task's attempts, in [0, 1]; a success is 1.
-    """
+    """pass^k for every k that all tasks allow, the mean over the tasks; by task, the rewards of its
+    attempts."""
     fewest = min((len(attempts) for attempts in rewards.values()), default=0)
     if not fewest:
         raise ValueError("Each task needs at least one attempt.")
@@ -153,7 +139,6 @@ def pass_hat_ks(rewards: Mapping[str, Sequence[float]]) -> dict[int, float]:
 
 
 HAND_OVER = "transfer_to_human_agents"
-"""The tool that every domain has for giving up."""
 
 MAX_SAID_CHARACTERS = 20_000
 """Maximum length of all the assistant's messages in a conversation."""
@@ -166,11 +151,9 @@ def is_brief(messages: Sequence[TauMessage]) -> bool:
 
 
 def is_proof_of_work(criteria: Criteria, messages: Sequence[TauMessage]) -> bool:
-    """Returns whether the assistant looked into the matter, if changing nothing is right.
-
-    At least one of the expected actions is done exactly (for a transfer, the text does not count);
-    if none is expected, at least one call of the assistant succeeds.
-    """
+    """The assistant looked into the matter, if changing nothing is right: it did one of the
+    expected actions exactly (for a transfer, the text does not count), or if none is expected, any
+    call."""
     if criteria.actions:
         actions = [
             action.model_copy(update={"compare_args": []}) if action.name == HAND_OVER else action
@@ -206,33 +189,19 @@ class MissingVerdicts(EvaluationError):
 
 @dataclass
 class Evaluation:
-    """The reward of a conversation and its components.
+    """The reward of a conversation and its components."""
 
-    Args:
-        reward: 0 or 1.
-        basis: the components that should count; None: none was evaluated.
-        components: 0 or 1 for each component that was evaluated and counts.
-        db_match: whether the data end as expected; None: not evaluated.
-        env_assertions: each expected assertion's name, and whether it holds.
-        action_matches: for each expected action, whether it was done.
-        communicate: each expected text, and whether it was found.
-        nl: the judge's verdicts; None: not requested.
-        upstream_error: the error of tau2-bench's own evaluator here.
-        gold: the expected world; None: not evaluated.
-        predicted: the world after the conversation; None: not evaluated.
-    """
-
-    reward: float
-    basis: list[RewardType] | None = None
-    components: dict[str, float] = field(default_factory=dict)
-    db_match: bool | None = None
-    env_assertions: list[tuple[str, bool]] = field(default_factory=list)
-    action_matches: list[bool] = field(default_factory=list)
-    communicate: list[tuple[str, bool]] = field(default_factory=list)
-    nl: list[bool] | None = None
-    upstream_error: str | None = None
-    gold: World | None = None
-    predicted: World | None = None
+    reward: float  # 0 or 1
+    basis: list[RewardType] | None = None  # what should count; None: none was evaluated
+    components: dict[str, float] = field(default_factory=dict)  # 0 or 1, of what counts
+    db_match: bool | None = None  # the data end as expected
+    env_assertions: list[tuple[str, bool]] = field(default_factory=list)  # does it hold?
+    action_matches: list[bool] = field(default_factory=list)  # was it done?
+    communicate: list[tuple[str, bool]] = field(default_factory=list)  # was it said?
+    nl: list[bool] | None = None  # the judge's verdicts
+    upstream_error: str | None = None  # of tau2-bench's own evaluator here
+    gold: World | None = None  # the expected world
+    predicted: World | None = None  # the world after the conversation
 
 
 def evaluate(
@@ -245,12 +214,8 @@ def evaluate(
     nl_verdicts: Sequence[bool] | None = None,
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> Evaluation:
-    """Evaluates a conversation (all of its messages, with the task's history).
-
-    Args:
-        ending: why it ended (`episodes.Ending`); only a stop can earn a reward.
-        nl_verdicts: a judge's verdicts on the task's `nl_assertions`.
-    """
+    """Evaluates all messages of a conversation, with the task's history; only a stop as `ending`
+    can earn a reward."""
     if ending not in COMPLETE:
         return Evaluation(0.0)
     criteria = task.evaluation_criteria
@@ -275,10 +240,8 @@ def evaluate(
 
 
 def pays_for_nothing(domain: Domain, task: TauTask) -> bool:
-    """Would tau2-bench give the whole reward to an assistant that does and says nothing?
-
-    A judge is taken to find that nothing was achieved.
-    """
+    """Would tau2-bench give the whole reward to an assistant that does and says nothing? A judge is
+    taken to find that nothing was achieved."""
     criteria = task.evaluation_criteria
     if criteria is None:
         return True
@@ -437,7 +400,6 @@ _NO = re.compile(r"\b(no|not|don't|do not|never|wait|stop)\b", re.IGNORECASE)
 def unconfirmed_writes(
     messages: Sequence[TauMessage], mutates: Callable[[str], bool]
 ) -> list[Mapping[str, Any]]:
-    """The assistant's calls that change something without the customer's yes."""
     return [
         call
         for place, call in _assistant_calls(messages)
@@ -486,11 +448,8 @@ def score_conversation(
     nl_verdicts: Sequence[bool] | None = None,
     strictness: Strictness = Strictness.UPSTREAM,
 ) -> Score:
-    """Scores a whole conversation.
-
-    If a judge's verdicts are needed and missing the reward is None; if the recorded results cannot
-    be those of the calls, the score is an error.
-    """
+    """If a judge's verdicts are missing, there is no reward; if the recorded results cannot be
+    those of the calls, the score is an error."""
     try:
         found = evaluate(
             domain,

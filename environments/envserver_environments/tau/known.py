@@ -29,12 +29,8 @@ _OPTIONAL = re.compile(r"\([^()]*\)\?|\w\?| \?")
 
 @dataclass
 class Demonstration:
-    """A played conversation.
-
-    Args:
-        agent, user: the messages of each side's model, one per turn; none for a scripted customer.
-        messages: the whole conversation; `ending`: None if it did not end.
-    """
+    """A played conversation, with the messages of each side's model (none of a scripted
+    customer)."""
 
     agent: list[Message] = field(default_factory=list)
     user: list[Message] = field(default_factory=list)
@@ -69,7 +65,6 @@ def demonstrate(
 
 
 def expected_actions(world: World, task: TauTask) -> list[Action]:
-    """Returns the expected actions of both sides; or, without any, a call that changes nothing."""
     criteria = task.evaluation_criteria
     expected = list((criteria.actions if criteria else None) or ())
     return expected or [Action(name=name, arguments={}) for name in _plain_reads(world)][:1]
@@ -164,11 +159,8 @@ class _Play:
 
 
 def words_for(script: Sequence[Rule], places: Sequence[int], form: str) -> str:
-    """Returns a text that makes the customer follow one of the rules at `places`.
-
-    Args:
-        form: of the text; {words} is replaced by text that the rule matches.
-    """
+    """A text that makes the customer follow one of the rules at `places`; {words} in `form` is what
+    the rule matches."""
     texts = [form.replace("{words}", "all is done")]
     for place in places:
         texts += [form.replace("{words}", words) for words in _literals(script[place]["if"])]
@@ -193,7 +185,6 @@ def _does(rule: Rule, action: Action) -> bool:
 
 
 def _plain_reads(world: World) -> Iterator[str]:
-    """The assistant's tools that only look, and need no arguments."""
     for tool in world.agent.tools().values():
         required = tool.schema["function"]["parameters"].get("required")
         if tool.kind == "read" and not required:
@@ -217,12 +208,7 @@ def known_conversations(
     strict: bool,
     judged: bool,
 ) -> Iterator[KnownResult]:
-    """Returns the known results of any task here.
-
-    Args:
-        strict: use the strict reward.
-        judged: the reward needs a judge's verdicts.
-    """
+    """`judged`: the reward needs a judge's verdicts."""
     criteria = task.evaluation_criteria or Criteria()
     verdicts = [True] * len(criteria.nl_assertions or ()) if judged else None
     played = demonstrate(domain, task, script, rules)

@@ -1,7 +1,7 @@
-"""Scripted conversations: replayed, evaluated, and compared with the expected results.
+"""Scripted conversations: replayed, evaluated, and compared with tau2-bench's own results.
 
 A vector (the format of tau2_reference.json) names domain, task and rules, and holds the messages of
-both sides, in order, and tau2-bench's own results under `expected`.
+both sides, in order, and the results under `expected`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,8 @@ from .tasks import TauMessage, TauTask, message_of_row, read_task
 
 
 class RecordedTask(BaseModel):
-    """A row of `envserver score --env tau`: a task of tau2-bench and its rules.
-
-    The row's `messages` are the whole conversation, in tau2-bench's own form or in OpenAI's (calls
-    with "function", results with "tool_call_id"). They are replayed: the tools' results are
-    computed, and whether and why the conversation ended.
-    """
+    """A row of `envserver score --env tau`. Its `messages` are the whole conversation, in
+    tau2-bench's form or OpenAI's. They are replayed: tools' results and the ending are computed."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -89,9 +85,8 @@ def replayed(
 
 
 def _known(episode: Episode, messages: Sequence[TauMessage]) -> int:
-    """Returns how many of `messages` precede the start: history, or a greeting.
-
-    A greeting in other words replaces the standard one."""
+    """How many of `messages` precede the start: history, or a greeting, which may be in other
+    words."""
     begun = episode.messages
     if len(begun) == 1 and begun[0]["content"] == GREETING:
         greeted = bool(messages) and messages[0]["role"] == "assistant"
@@ -126,8 +121,6 @@ def _check_result(place: str, recorded: Mapping[str, Any], result: TauMessage) -
 
 @dataclass(frozen=True)
 class Replay:
-    """A conversation that was played, and its value."""
-
     episode: Episode
     evaluation: Evaluation
 
@@ -159,7 +152,6 @@ class Replay:
 
 
 def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
-    """Plays the scripts of `vector` in `domain` and evaluates the conversation."""
     recorded = read_recorded_task({"domain": domain.name, **vector})
     if recorded.task_id not in domain.tasks:
         raise InputError(f"The domain {domain.name!r} has no task {recorded.task_id!r}.")
@@ -178,7 +170,6 @@ def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
 
 
 def play(episode: Episode, agent_script: list[Any], user_script: list[Any]) -> None:
-    """Lets both sides say what their scripts hold until the conversation ends."""
     scripts = {"assistant": deque(agent_script), "user": deque(user_script)}
     while (speaker := episode.speaker) is not None:
         if not scripts[speaker]:
@@ -229,9 +220,7 @@ def _field(message: TauMessage, name: str) -> Any:
 
 def main(arguments: Sequence[str]) -> int:
     """`python -m envserver_environments.tau replay FILE --tau2-data DIR`: a line per vector.
-
-    Returns 1 if anything differs from `expected`, 2 if the vectors or the data cannot be read.
-    """
+    Returns 1 if anything differs from `expected`, 2 if the vectors or the data cannot be read."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver_environments.tau replay",
         description="Plays scripted conversations of tau2-bench again and compares the outcome.",

@@ -1,8 +1,5 @@
-"""One side of a conversation: it hears messages, receives its calls' results, and speaks.
-
-Assistant and customer differ only in their prompts, their tools and the agent name of their model's
-calls (`run.chat(..., agent=name)`).
-"""
+"""One side of a conversation: it hears messages, receives its calls' results, and speaks. Assistant
+and customer differ only in prompt, tools and agent name."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_openai(message: TauMessage) -> Message:
-    """Converts a message to OpenAI's form, with the requestor of a result added.
-
-    `tasks.message_of_row` reads it back unchanged.
-    """
+    """Adds the requestor of a result; `tasks.message_of_row` reads it back unchanged."""
     if message["role"] == "tool":
         fields = {"role": "tool", "tool_call_id": message["id"], "content": message["content"]}
         return {**fields, "requestor": message["requestor"], "error": message["error"]}
@@ -64,7 +58,6 @@ def result_for_model(result: TauMessage) -> Message:
 
 
 def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
-    """A model's message that calls tools, each by name and arguments."""
     made = [
         _function_call({"id": f"call_{place}", "name": name, "arguments": arguments})
         for place, (name, arguments) in enumerate(calls)
@@ -107,17 +100,12 @@ MAX_EMPTY_ANSWERS = 3
 
 @dataclass(frozen=True)
 class Utterance:
-    """The output of a side's turn: a text, or calls (`{"id", "name", "arguments"}`).
-
-    Args:
-        cut_off: the message is incomplete; neither text nor calls count.
-        dropped_words: there was text beside the calls; it was dropped.
-    """
+    """A side's turn: a text, or calls (`{"id", "name", "arguments"}`)."""
 
     content: str | None = None
     calls: Sequence[dict[str, Any]] = ()
-    cut_off: bool = False
-    dropped_words: bool = False
+    cut_off: bool = False  # neither text nor calls count
+    dropped_words: bool = False  # there was text beside the calls
 
 
 class Speaker(Protocol):
@@ -135,15 +123,8 @@ class Speaker(Protocol):
 
 @dataclass
 class ModelSpeaker:
-    """A side whose messages a model writes. Its conversation is append-only, so it is one training
-    sequence.
-
-    Args:
-        name: of the agent of the rollout.
-        system: its system prompt.
-        tools: in OpenAI's form; empty: it has none.
-        history: the earlier conversation, as this side sees it.
-    """
+    """A side that a model writes: one append-only conversation, so one training sequence. `history`
+    is the earlier conversation, as this side sees it."""
 
     run: Rollout
     name: str
@@ -246,7 +227,6 @@ class TextSpeaker(ModelSpeaker):
 
 
 def as_texts(turns: Iterable[Message]) -> Iterator[Message]:
-    """Converts messages with tool calls to texts of a model that has none."""
     for turn in turns:
         for call in turn.get("tool_calls") or ():
             function = call["function"]
@@ -285,7 +265,6 @@ UserKind = Literal["auto", "script", "model"]
 Rule = Mapping[str, Any]
 
 USER = "user"
-"""Name of the agent whose model simulates the customer."""
 MAX_REPEATS = 5
 """After this many repeats a scripted customer gives up, which ends the conversation."""
 
@@ -317,12 +296,7 @@ def user_tools(world: World, task: TauTask) -> list[dict[str, Any]]:
 
 
 class ScriptedCustomer:
-    """A customer without a model.
-
-    Args:
-        script: its last rule is "always".
-        history: the conversation before the customer's first turn.
-    """
+    """A customer without a model; the last rule of the script is "always"."""
 
     def __init__(self, script: Sequence[Rule], history: Sequence[TauMessage] = ()) -> None:
         self._script = script

@@ -1,7 +1,5 @@
-"""A task in tau2-bench's format (src/tau2/data_model/tasks.py), its messages and its worlds.
-
-Fields that only upstream's tooling reads (annotations, issues, ...) are kept nowhere.
-"""
+"""A task in tau2-bench's format (src/tau2/data_model/tasks.py), its messages and its worlds. Fields
+that only upstream's tooling reads are not kept."""
 
 from __future__ import annotations
 
@@ -25,26 +23,18 @@ TauMessage = dict[str, Any]
 
 
 class FunctionCall(BaseModel):
-    """A function of one side's toolkit and its arguments."""
-
     env_type: Requestor
     func_name: str
     arguments: dict[str, Any]
 
 
 class Assertion(FunctionCall):
-    """A function whose outcome is expected."""
-
     assert_value: bool = True
     message: str | None = None
 
 
 class Action(BaseModel):
-    """A call that solves a part of the task.
-
-    Args:
-        compare_args: arguments that count; None: those that a call has.
-    """
+    """`compare_args`: arguments that count; None: those that a call has."""
 
     action_id: str = ""
     requestor: Requestor = "assistant"
@@ -67,23 +57,17 @@ class Criteria(BaseModel):
 
 
 class InitialData(BaseModel):
-    """Changes to a domain's data."""
-
     agent_data: dict[str, Any] | None = None
     user_data: dict[str, Any] | None = None
 
 
 class InitialState(BaseModel):
-    """Changes to the domain's data when the task starts."""
-
     initialization_data: InitialData | None = None
     initialization_actions: list[FunctionCall] | None = None
     message_history: list[TauMessage] | None = None
 
 
 class TauTask(BaseModel):
-    """One task."""
-
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     id: str
@@ -95,7 +79,6 @@ class TauTask(BaseModel):
 
     @property
     def history(self) -> list[TauMessage]:
-        """The messages that were exchanged before the start."""
         messages = self.initial_state.message_history if self.initial_state else None
         return [message_of_row(message, number) for number, message in enumerate(messages or [])]
 
@@ -216,7 +199,6 @@ def replay_messages(world: World, messages: Sequence[TauMessage]) -> None:
 def calls_with_results(
     messages: Sequence[TauMessage],
 ) -> Iterator[tuple[Mapping[str, Any], TauMessage]]:
-    """Each call of a conversation with the message that holds its result."""
     remaining = iter(messages)
     for message in remaining:
         if message["role"] == "tool":

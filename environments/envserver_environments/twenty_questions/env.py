@@ -1,10 +1,8 @@
 """The environment `twenty_questions`: an agent asks about a thing that only the server knows.
 
-Tasks: `public` has the words that may be asked for and the things that it may be; `hidden` the
-thing. Each turn is one line, `ask WORD` or `guess THING`. A question is paid, when it is asked,
-half of the share of the uncertainty that it takes away (in bits), the right guess the other half.
-So the rewards of a rollout are in [0, 1], whole for a guesser that names the thing; a
-guess by luck gets the half, and a question whose answer was known gets nothing.
+Each turn is one line, `ask WORD` or `guess THING`. A question is paid half of the share of the
+uncertainty that it takes away (in bits), the right guess the other half. So the rewards of a
+rollout are in [0, 1]: a guess by luck gets the half, a question whose answer was known nothing.
 """
 
 from __future__ import annotations
@@ -147,7 +145,6 @@ async def ask(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
 
 
 def said(text: str) -> tuple[str, str]:
-    """Returns what the last line of the form says, in lower case: a question or a guess."""
     for line in reversed(text.lower().splitlines()):
         match line.split(maxsplit=1):
             case [kind, what] if kind in _KINDS:
@@ -158,7 +155,6 @@ def said(text: str) -> tuple[str, str]:
 
 @functools.cache
 def read_things(path: Path | None) -> Mapping[str, frozenset[str]]:
-    """Reads the things and their words; no two have the same."""
     place = path or Path(__file__).parent / "data" / "sample.jsonl"
     rows = map(json.loads, place.read_text(encoding="utf-8").splitlines())
     return {row["thing"].lower(): frozenset(word.lower() for word in row["is"]) for row in rows}

@@ -1,7 +1,5 @@
 """`python -m envserver_environments.video process ...` is `envserver process --env video ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

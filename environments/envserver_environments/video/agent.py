@@ -1,8 +1,7 @@
 """One agent: an append-only conversation that can be asked several questions.
 
-In: a system prompt, tools, and questions. Out: an `AgentAnswer` to each. The agent continues until
-it calls `finish`, writes text without a call (or `FINAL:`, in the text protocol), is cut off, has
-used up its turns, or has made ten bad calls. Output that was cut off is not an answer.
+It continues until it calls `finish`, writes text without a call (or `FINAL:`, in the text
+protocol), is cut off (which is no answer), has used up its turns, or has made ten bad calls.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ TOOLS_OF: dict[Modality, tuple[str, ...]] = {
     "transcript": ("get_transcript",),
     "scene_graph": ("get_scene_graph",),
 }
-"""The tools that read each modality."""
 
 _RANGE = {
     "t0": {"type": "number", "minimum": 0, "description": "From this second on; default 0."},
@@ -123,7 +121,6 @@ def video_tools(context: VideoContext) -> dict[str, Tool]:
 
 
 def finish_tool() -> Tool:
-    """The tool that ends an agent's work with an answer."""
     return Tool(
         function_tool(
             "finish",
@@ -176,8 +173,6 @@ MAX_SHOWN = 128
 
 
 class FrameViewer:
-    """The frames that one agent has looked at, and those that it is to see next."""
-
     def __init__(self, run: Rollout) -> None:
         self._run = run
         self._next: list[dict[str, Any]] = []
@@ -202,7 +197,6 @@ class FrameViewer:
         return f"{len(frames)} frames follow, from {times}. The video lasts {length}."
 
     def tool(self) -> Tool:
-        """The tool that shows frames of a part of the video."""
         description = function_tool(
             "view_frames",
             "Shows frames of a part of the video, evenly spread over it. Shorter parts show more.",
@@ -214,7 +208,6 @@ class FrameViewer:
         return Tool(description, self.show)
 
     def put_into(self, messages: list[Message]) -> None:
-        """Adds the frames that the agent is to see next to its conversation."""
         if not self._next:
             return
         frames, self._next = self._next, []
@@ -241,19 +234,13 @@ MAX_TOOL_ERRORS = 10
 
 @dataclass(frozen=True)
 class AgentAnswer:
-    """The answer of an agent.
-
-    Args:
-        answer: the argument of `finish`, or the text after `FINAL:`; None: it ended otherwise.
-        text: its last text; "" if that was cut off.
-    """
+    """The answer of an agent."""
 
     answer: str | None = None
-    text: str = ""
+    text: str = ""  # its last text; "" if that was cut off
 
     @property
     def words(self) -> str:
-        """Returns the visible text, for others to read."""
         text = (visible_text(self.text) or "").strip()
         if self.answer is None:
             return text
@@ -371,7 +358,6 @@ class Agent:
 
 
 def readable(reply: Reply) -> Any:
-    """Returns a message as text: its content, and its calls if there are any."""
     if not reply.tool_calls:
         return reply.content
     calls = [

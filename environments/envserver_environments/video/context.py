@@ -1,8 +1,5 @@
-"""The text about a video: captions, transcript and scene graphs, with their times.
-
-In: the JSON of one video (`video_context`, any of the forms below). Out: a VideoContext, which
-`as_json` converts for a task's public part and `of_json` reads back; and its lines as a model reads
-them, `h:mm:ss: text`, in order, without repeats of the line before.
+"""The text about a video: captions, transcript and scene graphs, with their times. Models read
+lines `h:mm:ss: text`, without repeats of the line before. The forms of `video_context`:
 
     "free text": captions, one per line; a line may begin with its time, `h:mm:ss: ` or `m:ss: `
     subtitles as .srt and .vtt files have them
@@ -31,7 +28,6 @@ from envserver import InputError
 Modality = Literal["captions", "transcript", "scene_graph"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
 CAPTIONS = (".json", ".txt", ".srt", ".vtt")
-"""Suffixes of files with the text about a video."""
 
 _CUE = re.compile(
     r"(?<![\d:])(\d[\d:]{0,11}[.,]\d{1,6})[ \t]{0,9}-->\s*(\d[\d:]{0,11}[.,]\d{1,6})[^\n]*\n"
@@ -46,11 +42,7 @@ _TIMED = re.compile(r"\s*(?:(\d{1,2}):)?(\d{1,2}):(\d{2})\s*(?::|-|\s)\s*(\S.*)"
 
 @dataclass(frozen=True)
 class Line:
-    """One caption, one utterance, or the relations at one time.
-
-    Args:
-        t0, t1: start and end, in seconds.
-    """
+    """One caption, one utterance, or the relations at one time, from `t0` to `t1` seconds."""
 
     text: str
     t0: float
@@ -66,8 +58,6 @@ class Line:
 
 @dataclass(frozen=True)
 class VideoContext:
-    """The lines about a video, by modality and in order of time."""
-
     captions: tuple[Line, ...] = ()
     transcript: tuple[Line, ...] = ()
     scene_graph: tuple[Line, ...] = ()
@@ -108,11 +98,7 @@ def stamp(seconds: float) -> str:
 
 
 def video_context(value: object, fps: float = 1.0) -> VideoContext:
-    """Parses the JSON of one video, in any of the forms above.
-
-    Args:
-        fps: captions per second, if they are a plain list without an fps of their own.
-    """
+    """`fps`: captions per second, if they are a plain list without an fps of their own."""
     try:
         context = _context(value, fps)
     except (TypeError, ValueError, KeyError, AttributeError) as error:

@@ -1,9 +1,7 @@
-"""Loads questions about videos, and converts rows to `VideoQuestion`s by what their fields are.
-
-An answer is the place of an option (from 0), its letter or its text; without options, an answer in
-words or a list of them. A row may have a text about its video (`context`), a video file (`file`),
-and the spans in which the answer is seen (`evidence`: [[t0, t1], ...], in seconds).
-"""
+"""Converts rows to `VideoQuestion`s. An answer is the place of an option (from 0), its letter or
+its text; without options, an answer in words or a list of them. A row may have a text about its
+video (`context`), a video file (`file`), and the spans of seconds in which the answer is seen
+(`evidence`)."""
 
 from __future__ import annotations
 
@@ -67,8 +65,8 @@ ROLES = table_of(
     end="end",
     evidence="evidence, ts",
 )
-"""Names of each role in published sets. index: the place of the right option, from 0; start, end:
-the part of the video that the question is about; captions: a file of them."""
+"""index: the place of the right option, from 0; start, end: the part of the video that the question
+is about; captions: a file of them."""
 _COLUMN = re.compile(
     r"(?:a|(?:answer[ _]?)?(?:option|choice|candidate)[ _]?)\d|(?:option[ _]?)?[A-H]"
 )
@@ -79,29 +77,18 @@ _STARTS = ("", "video", "v_", "vid")
 
 @dataclass(frozen=True)
 class VideoQuestion:
-    """A question about a video, with its answer.
-
-    Args:
-        video: the key of the text about the video.
-        answer: index of the right option; None without options.
-        golds: right answers in words, if there are no options.
-        type: of the question, two letters as in NExT-QA; "" if unknown.
-        evidence: spans in seconds in which the answer is visible.
-        context: the text about the video, if it is in the row; as `context.video_context`.
-        file: path of the video file in the folder of videos, "" if the row names none.
-        captions: path of the text in the folder of captions, "" if the row names none.
-    """
+    """A question about a video, with its answer."""
 
     question: str
-    video: str
+    video: str  # the key of the text about the video
     options: list[str] = field(default_factory=list)
-    answer: int | None = None
+    answer: int | None = None  # index of the right option; None without options
     golds: list[str] = field(default_factory=list)
-    type: str = ""
+    type: str = ""  # two letters as in NExT-QA; "" if unknown
     evidence: list[list[float]] = field(default_factory=list)
-    context: Any = None
-    file: str = ""
-    captions: str = ""
+    context: Any = None  # the text about the video, if it is in the row
+    file: str = ""  # path in the folder of videos
+    captions: str = ""  # path in the folder of captions
 
     @property
     def names(self) -> list[str]:
@@ -111,10 +98,8 @@ class VideoQuestion:
 
 
 def single_rows(row: Row) -> list[Row]:
-    """The rows of a row with several questions (CLEVRER, PerceptionTest), else the row.
-
-    A question of which several options are right, or none, is asked once for each option.
-    """
+    """The rows of a row with several questions (CLEVRER, PerceptionTest); a question of which
+    several options are right, or none, is asked once for each option."""
     inner = "questions" if "questions" in row else "mc_question"
     return [single for one in rows_within(row, inner) for single in _judged(one)]
 
@@ -142,13 +127,7 @@ def read_item(
     columns: Mapping[str, str] | None = None,
     first: FirstOption = lambda: 0,
 ) -> VideoQuestion:
-    """Reads the question in `row`.
-
-    Args:
-        answers: by question or by video, for rows that have none.
-        columns: the row's fields by role (`ROLES`), where its names are unknown.
-        first: the number of the first option, where the row does not show it.
-    """
+    """`answers`: by question or by video, for rows that have none."""
     found = roles_of(spelled(row), ROLES, columns or {})
     if isinstance(row.get("choice"), list):
         found.setdefault("options", row["choice"])
@@ -255,9 +234,8 @@ MAX_CONTEXT_BYTES = 16 << 20
 
 
 def answers_file(path: Path | None) -> dict[str, Any]:
-    """Returns answers by video or question, empty without a path: an object of them as EgoSchema's
-    `subset_answers.json`, or rows of `question_id` and `answer` as ActivityNet-QA's `test_a.json`.
-    """
+    """Answers by video or question: an object of them as EgoSchema's `subset_answers.json`, or rows
+    of `question_id` and `answer` as ActivityNet-QA's `test_a.json`."""
     answers: dict[str, Any] = {}
     for row in every_row(path) if path is not None else ():
         found = roles_of(row, ROLES, {})
@@ -323,13 +301,8 @@ def video_file(videos: Folder, item: VideoQuestion) -> str:
 
 
 class Videos:
-    """The texts about videos.
-
-    Args:
-        place: a folder with `NAME.json`, `.txt`, `.srt` or `.vtt`, or one file: a JSON object by
-            name, or rows with a video and its captions.
-        fps: captions per second, if they are a plain list.
-    """
+    """The texts about videos: a folder with `NAME.json`, `.txt`, `.srt` or `.vtt`, or one file: a
+    JSON object by name, or rows with a video and its captions."""
 
     def __init__(self, place: Path, fps: float) -> None:
         self._fps = fps
@@ -343,7 +316,6 @@ class Videos:
             self._all = value if isinstance(value, dict) else _by_video(place)
 
     def context(self, item: VideoQuestion) -> VideoContext | None:
-        """The text about the video; None if there is none."""
         if self._all is not None:
             name = next(filter(self._all.__contains__, item.names), None)
             return None if name is None else video_context(self._all[name], self._fps)

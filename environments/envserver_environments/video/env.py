@@ -1,9 +1,8 @@
 """The environment `video`: questions about videos, from text about them and frames of their files.
 
-Tasks: `public` holds the question, its options in the order that all rollouts of a group see, the
-video's name, the text about it (`context`) and, with frames, its `file`; `hidden` the answer, the
-question's type and the time of the evidence. Several agents may work on it, each with a name
-(`Config.mode`).
+`public` holds the question, its options in the order that all rollouts of a group see, the video's
+name, the text about it (`context`) and, with frames, its `file`; `hidden` the answer, the
+question's type and the time of the evidence.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ class Video(DataEnvironment):
         """Answer options in order; without options the answer is free text."""
 
     def baselines(self) -> dict[str, dict[str, Any]]:
-        """Settings of the runs that results of this environment are to be held against."""
         return {"blind": {"blind": True}}
 
     def agents(self) -> Mapping[str, AgentRole]:

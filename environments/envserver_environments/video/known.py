@@ -7,9 +7,14 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from envserver_environments.demonstrations import call_message, text_message
+from envserver_environments.demonstrations import (
+    Known,
+    call_message,
+    text_message,
+    written_call,
+)
 
-from envserver import KnownResult, Message, Result, Task
+from envserver import KnownResult, Message, Task
 
 from .agent import TOOLS_OF, Protocol
 from .context import Modality, VideoContext
@@ -18,6 +23,7 @@ from .teams import FINAL_ANSWER, FRAMES, ORGANIZER, Frames, Mode
 # In a team, an expert reads the moment that the question is about; where its kind of description
 # has nothing there, it says that it cannot tell, and others decide.
 CANNOT_TELL = "cannot tell"
+_KNOWN = Known(answer=None, text="", experts={}, final_answer="")
 
 
 def demonstrate(
@@ -94,26 +100,24 @@ def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Messa
 
 def _calls(name: str, arguments: dict[str, Any], protocol: Protocol) -> Message:
     if protocol == "text":
-        call = json.dumps({"tool": name, "args": arguments})
-        return text_message(f"THOUGHT: I look there.\nTOOL_CALL: {call}")
+        return written_call(name, "I look there.", **arguments)
     return call_message(name, **arguments)
 
 
 def known_answers(task: Task) -> Iterator[KnownResult]:
     gold = right_answer(task)
-    yield _right("gold, by finish", answer=gold)
-    yield _right("gold, in a box", text=f"So it is \\boxed{{{gold}}}.")
-    yield _right("gold, after FINAL", text=f"THOUGHT: I see.\nFINAL: {gold}")
-    yield _right("gold, of an organizer", text=json.dumps({"reasoning": "so", "answer": gold}))
-    yield _wrong("gold, only thought", text=f"<think>Answer: {gold}</think> I do not know.")
-    yield _wrong("gold, thoughts without end", text=f"<think>Answer: {gold}")
-    yield _wrong("gold, of experts only", experts={"captions": gold}, final_answer=gold)
-    yield _wrong("no answer", answer="cannot tell")
-    yield _wrong("several answers, one right", answer=f"{gold} or {_other(gold)}")
-    yield KnownResult(
-        "gold, cut off",
-        Result(output=_output(answer=gold), finish_reason="length", truncated=True),
+    yield _KNOWN.right("gold, by finish", answer=gold)
+    yield _KNOWN.right("gold, in a box", text=f"So it is \\boxed{{{gold}}}.")
+    yield _KNOWN.right("gold, after FINAL", text=f"THOUGHT: I see.\nFINAL: {gold}")
+    yield _KNOWN.right(
+        "gold, of an organizer", text=json.dumps({"reasoning": "so", "answer": gold})
     )
+    yield _KNOWN.wrong("gold, only thought", text=f"<think>Answer: {gold}</think> I do not know.")
+    yield _KNOWN.wrong("gold, thoughts without end", text=f"<think>Answer: {gold}")
+    yield _KNOWN.wrong("gold, of experts only", experts={"captions": gold}, final_answer=gold)
+    yield _KNOWN.wrong("no answer", answer="cannot tell")
+    yield _KNOWN.wrong("several answers, one right", answer=f"{gold} or {_other(gold)}")
+    yield _KNOWN.cut_off("gold, cut off", answer=gold)
     if task.public["options"]:
         yield from _of_options(gold, task.public["options"])
     else:
@@ -123,33 +127,37 @@ def known_answers(task: Task) -> Iterator[KnownResult]:
 def _of_options(gold: str, options: list[str]) -> Iterator[KnownResult]:
     place = ord(gold) - ord("A")
     letters = [chr(ord("A") + index) for index in range(len(options))]
-    yield _right("gold's text, by finish", answer=options[place].upper())
-    yield _right("gold with its text", text=f"Answer: {gold}) {options[place]}")
-    yield _right("gold with a reason", text=f"Answer: {gold} because it shows")
-    yield _right("gold, corrected", text=f"Answer: {_other(gold)}\nNo.\nFinal answer: ({gold})")
-    yield _wrong("every option", text=f"Answer: {', '.join(letters)}")
-    yield _wrong("every option, by finish", answer=" and ".join(letters))
-    yield _wrong("every text", answer="; ".join(options))
+    yield _KNOWN.right("gold's text, by finish", answer=options[place].upper())
+    yield _KNOWN.right("gold with its text", text=f"Answer: {gold}) {options[place]}")
+    yield _KNOWN.right("gold with a reason", text=f"Answer: {gold} because it shows")
+    yield _KNOWN.right(
+        "gold, corrected", text=f"Answer: {_other(gold)}\nNo.\nFinal answer: ({gold})"
+    )
+    yield _KNOWN.wrong("every option", text=f"Answer: {', '.join(letters)}")
+    yield _KNOWN.wrong("every option, by finish", answer=" and ".join(letters))
+    yield _KNOWN.wrong("every text", answer="; ".join(options))
     numbers = {"gold's place instead of its letter": place + 1, "gold's place from 0": place}
     for name, number in numbers.items():
         if options[place] != str(number):
-            yield _wrong(name, text=f"Answer: {number}")
-    yield _wrong("beyond the options", answer=chr(ord("A") + len(options)))
-    yield _wrong("a sentence with gold's letter first", text=f"{gold} person can be seen there.")
-    yield _wrong("gold, then another", text=f"\\boxed{{{gold}}} or \\boxed{{{_other(gold)}}}")
-    yield _wrong("JSON with a number", text=json.dumps({"answer": place}))
+            yield _KNOWN.wrong(name, text=f"Answer: {number}")
+    yield _KNOWN.wrong("beyond the options", answer=chr(ord("A") + len(options)))
+    yield _KNOWN.wrong(
+        "a sentence with gold's letter first", text=f"{gold} person can be seen there."
+    )
+    yield _KNOWN.wrong("gold, then another", text=f"\\boxed{{{gold}}} or \\boxed{{{_other(gold)}}}")
+    yield _KNOWN.wrong("JSON with a number", text=json.dumps({"answer": place}))
     for letter in letters:
         if letter != gold:
-            yield _wrong("another option", answer=letter)
+            yield _KNOWN.wrong("another option", answer=letter)
 
 
 def _of_words(gold: str, public: dict[str, Any]) -> Iterator[KnownResult]:
-    yield _right("gold, in other letters", answer=f"{gold.upper()}!")
+    yield _KNOWN.right("gold, in other letters", answer=f"{gold.upper()}!")
     captions = [line["text"] for line in (public["context"] or {}).get("captions", [])]
-    yield _wrong("all captions", answer=" ".join(captions))
-    yield _wrong("gold, buried in words", answer="there " * 12 + gold)
-    yield _wrong("another answer", answer="something else")
-    yield _wrong("little words", answer="of the")
+    yield _KNOWN.wrong("all captions", answer=" ".join(captions))
+    yield _KNOWN.wrong("gold, buried in words", answer="there " * 12 + gold)
+    yield _KNOWN.wrong("another answer", answer="something else")
+    yield _KNOWN.wrong("little words", answer="of the")
 
 
 def _other(gold: str) -> str:
@@ -157,22 +165,3 @@ def _other(gold: str) -> str:
     if len(gold) > 1:
         return "another thing"
     return "B" if gold == "A" else "A"
-
-
-def _right(name: str, **said: Any) -> KnownResult:
-    return KnownResult(name, Result(output=_output(**said)), least=1.0, most=1.0)
-
-
-def _wrong(name: str, **said: Any) -> KnownResult:
-    return KnownResult(name, Result(output=_output(**said)))
-
-
-def _output(
-    *,
-    answer: str | None = None,
-    text: str = "",
-    experts: dict[str, str] | None = None,
-    final_answer: str = "",
-) -> dict[str, Any]:
-    fields = {"experts": experts or {}, "final_answer": final_answer}
-    return {"answer": answer, "text": text, **fields}

@@ -1,8 +1,6 @@
-"""Scores one rollout: 1 for the right option, the F1 of an answer in words, else 0.
-
-Only the agent's last text is read (`result.output`): no votes, no actions. An answer that names no
-option, or several, is wrong; a word's first letter is not taken for an option.
-"""
+"""Scores one rollout: 1 for the right option, the F1 of an answer in words, else 0. Only the
+agent's last text is read. An answer that names no option, or several, is wrong; a word's first
+letter is not taken for an option."""
 
 from __future__ import annotations
 
@@ -33,7 +31,6 @@ def option_of(reply: AgentAnswer, options: list[str]) -> int | None:
 
 
 def words_of(reply: AgentAnswer) -> str | None:
-    """Returns the words of an answer without options, or None."""
     if reply.answer is None:
         return extract_answer(reply.text) or None
     seen = visible_text(reply.answer)
@@ -57,13 +54,8 @@ def final_answer(reply: AgentAnswer, options: list[str]) -> str:
 
 
 def score_rollout(task: Task, result: Result, evidence_bonus: float = 0.0) -> Score:
-    """The score of `result`.
-
-    Args:
-        task: `hidden` holds `answer` (the option) or `golds` (words), and `evidence`.
-        evidence_bonus: the share of the reward that a right answer gets only if it names a time of
-            the evidence, where the task has any.
-    """
+    """`evidence_bonus` is the share of the reward that a right answer gets only if it names a time
+    of the evidence, where the task has any."""
     reply = read_answer(result.output)
     errors = sum(value for name, value in result.metrics.items() if name.startswith("tool_errors"))
     metrics = {"truncated": float(result.truncated), "tool_errors": errors}
@@ -112,10 +104,8 @@ def _content(text: str) -> set[str]:
 
 
 def kinds_of(type_: str) -> list[str]:
-    """The names under which a question of this type of NExT-QA is counted, "all" not among them.
-
-    Two letters, of which the first is the group: C (causal), T (temporal), D (descriptive).
-    """
+    """The names under which a question of this type of NExT-QA is counted: two letters, of which
+    the first is the group: C (causal), T (temporal), D (descriptive)."""
     name = "TN" if type_ == "TP" else type_
     group = [name[0]] if len(name) == 2 and name[0] in "CTD" else []
     return [name, *group] if name else []

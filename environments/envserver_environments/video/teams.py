@@ -6,9 +6,7 @@
     star     an organizer asks one expert at a time, by `route`, until it knows the answer
     blind    the question alone: measures how far the text gets without any video
 
-In: a task's public part, and `run`. Out: `{"answer", "text", "experts", "final_answer"}`: the last
-agent's argument of `finish`, its last text, and for readers each expert's answer and the final
-answer. Each agent of a team has a name and an append-only conversation: it is one sequence.
+Each agent of a team has a name and an append-only conversation: it is one sequence.
 """
 
 from __future__ import annotations
@@ -54,30 +52,22 @@ _MODALITY_NAMES: dict[str, str] = {
 }
 _NO_ANSWER = "(no answer)"
 _BEGINNING = 300
-"""Characters of what is known of a video that its first action shows."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TeamOptions:
-    """Options of the agents.
-
-    Args:
-        max_rounds: maximum number of messages of a star's organizer.
-        frames: whether agents see frames of the video: all with the question, or by a tool.
-        organizer_schema: enforce the JSON schema of the `report` organizer in the engine.
-    """
+    """Options of the agents."""
 
     mode: Mode = "single"
     protocol: Protocol = "tools"
     blind: bool = False
-    max_rounds: int = 8
+    max_rounds: int = 8  # messages of a star's organizer
     organizer_schema: bool = False
-    frames: Frames = "off"
+    frames: Frames = "off"  # all with the question, or by a tool
 
 
 async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
-    """Runs one attempt at `task`."""
     public = task.public
     experts: dict[str, AgentAnswer] = {}
     if rules.blind:

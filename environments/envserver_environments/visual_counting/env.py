@@ -1,8 +1,5 @@
-"""The environment `visual_counting`: how many red circles are in the picture?
-
-Tasks: `public` holds a picture (PNG in base64) and a question, `hidden` the count. Every task has a
-picture of its own. The answer is the last line, `Answer: N`; an answer that names several is wrong.
-"""
+"""The environment `visual_counting`: how many red circles are in the picture? `public` holds a
+picture (PNG in base64) of its own and a question. The answer is the last line, `Answer: N`."""
 
 from __future__ import annotations
 
@@ -47,12 +44,8 @@ class Shape(NamedTuple):
 def scene(
     rng: random.Random, grid: int, cell: int, count: int, asked: tuple[str, str]
 ) -> list[Shape]:
-    """Returns `count` shapes that are asked for, and others: each in a cell of its own.
-
-    Args:
-        grid: cells a side; `cell`: pixels a side of each, 12 at least.
-        asked: colour and kind.
-    """
+    """Returns `count` shapes of the colour and kind `asked`, and others, each in a cell of its own
+    of `cell` pixels a side, 12 at least."""
     cells = [(column, row) for column in range(grid) for row in range(grid)]
     others = [(colour, kind) for colour in COLOURS for kind in KINDS if (colour, kind) != asked]
     more = rng.randint(0, len(cells) - count)
@@ -66,7 +59,6 @@ def scene(
 
 
 def png(shapes: list[Shape], grid: int, cell: int) -> bytes:
-    """Returns the picture of `shapes`: RGB, `grid * cell` pixels a side, on white."""
     side = grid * cell
     pixels = bytearray(b"\xff" * (side * side * 3))
     for shape in shapes:

@@ -1,8 +1,7 @@
 """Environments of Gymnasium, played in text: each seed is a task.
 
-Tasks: `public` holds the seed. The environment runs in the worker, which executes no code of the
-model: it gets what the environment shows and answers with an action. The reward of each step is
-a turn reward. All rewards are divided by the width of `returns`, so that an episode's is in [0, 1].
+The environment runs in the worker, which executes no code of the model. The reward of each step is
+a turn reward, divided by the width of `returns`, so that an episode's is in [0, 1].
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ def _jsonable(value: Any) -> Any:
 
 
 def described(space: Any, names: Sequence[str]) -> str:
-    """Returns what the actions of a space are, in words."""
     if names:
         return ", ".join(names)
     if _kind(space) == "Discrete":
@@ -88,7 +86,6 @@ def described(space: Any, names: Sequence[str]) -> str:
 
 
 def example(space: Any, names: Sequence[str]) -> str:
-    """Returns one action, as an answer would name it."""
     if names:
         return names[-1]
     return str(space.start) if _kind(space) == "Discrete" else as_text(_sample(space))
@@ -105,7 +102,6 @@ def is_discrete(space: Any) -> bool:
 
 
 def action(space: Any, said: str, names: Sequence[str]) -> Any:
-    """Returns the action that `said` names."""
     if _kind(space) == "Discrete":
         return _numbered(space, said.strip("[] \t\n.").lower(), [name.lower() for name in names])
     if _kind(space) == "Text":
@@ -340,7 +336,6 @@ class Gymnasium(Environment):
 
 
 def gymnasium_environment(world: str) -> type[Environment]:
-    """Returns the environment of `ID` or `MODULE:ID`."""
     spec = _spec(world)
     is_gymnasiums = str(spec.entry_point).startswith("gymnasium.")
     about = {

@@ -1,8 +1,8 @@
 """Task folders of Harbor: the agent has bash in a workspace; the task's tests judge what it left.
 
-Tasks: `public` holds the instruction, the workspace's files (or the image that has them), variables
-and time; `hidden` the tests and the solution. The rollout's output is the files that changed. The
-tests are put beside these in a new sandbox, after the agent has ended.
+`public` holds the instruction, the workspace's files (or the image that has them), variables and
+time; `hidden` the tests and the solution. The rollout's output is the files that changed. The tests
+are put beside these in a new sandbox, after the agent has ended.
 """
 
 from __future__ import annotations
@@ -112,7 +112,6 @@ class Harbor(Environment):
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
         self.dropped: Counter[str] = Counter()
-        """Number of tasks that cannot be run here, by reason."""
 
     def tasks(self, split: Split) -> Iterator[Task]:
         usable = 0
@@ -203,7 +202,6 @@ class Harbor(Environment):
 
 
 def harbor_environment(folder: Path) -> type[Environment]:
-    """Returns the class of the tasks in a folder."""
     if not task_folders(folder):
         raise NotFoundError(f"There is no task.toml in {folder}, nor in a folder in it.")
     facts = {"folder": folder, "name": "harbor", "__doc__": Harbor.__doc__}
@@ -211,9 +209,8 @@ def harbor_environment(folder: Path) -> type[Environment]:
 
 
 async def _base(public: dict[str, Any], open_sandbox: Open) -> Tree:
-    """Returns the files that the workspace begins with; those of an image are read in a container
-    in which nothing of an agent has run.
-    """
+    """The files that the workspace begins with; those of an image are read in a container in which
+    nothing of an agent has run."""
     if not public["image"]:
         return _unpacked(public["files"])
     spec = structs.replace(SPEC, image=public["image"])

@@ -1,8 +1,5 @@
-"""Runs a task's tests on a workspace, in a fresh sandbox, and reads the reward that they write.
-
-A missing or unreadable reward says nothing about the workspace: the score has no reward, and an
-error.
-"""
+"""Runs a task's tests on a workspace, in a fresh sandbox, and reads the reward that they write. A
+missing or unreadable reward says nothing about the workspace: the score is an error."""
 
 from __future__ import annotations
 
@@ -39,29 +36,19 @@ _NOT_HERE = ("healthcheck", "docker_compose", "mcp_servers")
 
 @dataclass(frozen=True)
 class HarborTask:
-    """One task.
-
-    Args:
-        workdir: the container's working directory.
-        image: the container image, "" if the task names none.
-        tree: what the Dockerfile copies into the working directory.
-        needs_image: why the task needs an image; "" if it does not.
-        tests, solution: files of `tests/` and `solution/`.
-        env, test_env: variables of all programs, and of the tests only.
-        test_seconds: time limit of the tests.
-    """
+    """One task."""
 
     name: str
     instruction: str
-    workdir: str
-    image: str
-    needs_image: str
-    tree: Tree
-    tests: Tree
-    solution: Tree
-    env: dict[str, str] = field(default_factory=dict)
-    test_env: dict[str, str] = field(default_factory=dict)
-    test_seconds: float = 600.0
+    workdir: str  # the container's
+    image: str  # "" if the task names none
+    needs_image: str  # why; "" if it does not
+    tree: Tree  # what the Dockerfile copies into the working directory
+    tests: Tree  # files of `tests/`
+    solution: Tree  # files of `solution/`
+    env: dict[str, str] = field(default_factory=dict)  # of all programs
+    test_env: dict[str, str] = field(default_factory=dict)  # of the tests only
+    test_seconds: float = 600.0  # time limit of the tests
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -133,8 +120,7 @@ class _Moved:
 
 
 def _environment(folder: Path, facts: dict[str, Any]) -> tuple[str, str, Tree, dict[str, str], str]:
-    """Returns image, working directory, files, variables, and why an image is needed ("": it is
-    not)."""
+    """Image, working directory, files, variables, and why an image is needed ("": it is not)."""
     image, workdir, needs = str(facts.get("docker_image") or ""), _WORKDIR, ""
     env, tree = _variables(facts), Tree()
     dockerfile = folder / "Dockerfile"
@@ -258,8 +244,8 @@ async def grade(workspace: Tree, tests: Tree, sandboxes: Sandboxes, spec: Sandbo
 
 
 def _of_json(written: bytes) -> Score:
-    """Returns the score of `reward.json`: a number, or numbers by name. `reward` among them is the
-    reward and the others are metrics; without it, it is their mean."""
+    """A number, or numbers by name: `reward` among them is the reward and the others are metrics;
+    without it, it is their mean."""
     try:
         value = json.loads(written)
     except ValueError:
@@ -343,9 +329,8 @@ print(json.dumps(sorted(set(base) - seen)))
 
 
 async def changes_in(sandbox: Sandbox, base: Tree) -> dict[str, Any]:
-    """Returns what differs from `base`: `{"deleted": [path], "changed": [base64]}`, or
-    `{"too_large": bytes}`.
-    """
+    """What differs from `base`: `{"deleted": [path], "changed": [base64]}`, or `{"too_large":
+    bytes}`."""
     known = {path: _digest(entry) for path, entry in base.items()}
     ran = await sandbox.run_python(_CHANGES, argv=[PLACE], stdin=json.dumps(known).encode())
     if not ran.ok:

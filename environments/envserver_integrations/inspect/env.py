@@ -1,8 +1,5 @@
-"""Environments made of Inspect tasks: `inspect:inspect_evals/NAME`, `inspect:path/file.py@NAME`.
-
-A sample is a task, an epoch a rollout, the dictionary of scores a reward. See README.md for what is
-scored where.
-"""
+"""Environments made of Inspect tasks: `inspect:inspect_evals/NAME`, `inspect:path/file.py@NAME`. A
+sample is a task, an epoch a rollout, the dictionary of scores a reward; see README.md."""
 
 from __future__ import annotations
 
@@ -154,7 +151,6 @@ class InspectTask(Environment):
         return asyncio.run(outcome).as_json()
 
     def prepare_scoring(self) -> None:
-        """Loads the scorers."""
         self._check()
 
     async def score(self, task: Task, result: Result) -> Score:
@@ -207,7 +203,6 @@ def _outcome(output: Any) -> Outcome | None:
 
 
 def environment_of(spec: str) -> type[Environment]:
-    """Returns the class of a task."""
     doc = loading.check_exists(spec)
     name = re.sub(r"\W+", "_", re.split(r"[/@]", spec)[-1].removesuffix(".py")).lower()
     return type(

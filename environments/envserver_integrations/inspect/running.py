@@ -1,9 +1,6 @@
-"""Runs one sample of an Inspect task, in a worker.
-
-In: the task, a sample and the rollout. Out: what the solver left, and the values of the scorers if
-they run here. Inspect's own limits and errors become envserver's; every model call goes through
-the rollout's endpoint.
-"""
+"""Runs one sample of an Inspect task, in a worker: what the solver left, and the values of the
+scorers if they run here. Inspect's own limits and errors become envserver's; every model call goes
+through the rollout's endpoint."""
 
 from __future__ import annotations
 
@@ -119,10 +116,8 @@ def _plain_image(config: Any, folder: Path) -> str:
 
 @sandboxenv(name=NAME)
 class EnvserverSandbox(SandboxEnvironment):  # type: ignore[misc] # Inspect is not installed here
-    """One sandbox of the rollout, for one sample.
-
-    Inspect has an event loop of its own, so requests wait in threads.
-    """
+    """One sandbox of the rollout, for one sample. Inspect has an event loop of its own, so requests
+    wait in threads."""
 
     def __init__(self, opening: AbstractContextManager[BlockingSandbox]) -> None:
         super().__init__()
@@ -238,13 +233,8 @@ _SOLVING_SHARE, _SCORED_HERE_SHARE = 0.95, 0.6
 
 
 class Outcome(BaseModel):
-    """What `run_sample` returns.
-
-    Args:
-        state: what the solver left; None: it did not come so far.
-        values: of the scorers that have run here, by name.
-        error: what ended the sample.
-    """
+    """What `run_sample` returns: what the solver left, values of scorers that have run here, and
+    the error that ended the sample."""
 
     state: State | None = None
     values: dict[str, Any] = {}
@@ -378,10 +368,8 @@ def _needs_target() -> ConfigError:
 def _recorders(
     task: Task, before: Mapping[str, Any], outcome: Outcome, grader: Model | None
 ) -> list[Scorer]:
-    """Returns scorers that record the state and what the task's own give.
-
-    A solver that scores calls them, too; the last call is the one after it.
-    """
+    """Record the state and what the task's own scorers give. A solver that scores calls them, too;
+    the last call is the one after it."""
     return [
         _recorder(name, own, before, outcome, grader) for name, own in named_scorers(task).items()
     ]

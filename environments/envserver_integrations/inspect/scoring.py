@@ -1,8 +1,5 @@
-"""Inspect's scorers: in the rollout, or in envserver's scorer process.
-
-`State` is what a solver leaves, as JSON: a worker sends it, a scorer makes Inspect's TaskState of
-it. `run_scorers` calls the task's scorers with one, wherever it is called.
-"""
+"""Inspect's scorers, in the rollout or in envserver's scorer process. `State` is what a solver
+leaves, as JSON: a worker sends it, a scorer makes Inspect's TaskState of it."""
 
 from __future__ import annotations
 
@@ -32,23 +29,16 @@ from pydantic_core import to_jsonable_python
 from envserver import ConfigError, Judge, Message, Result
 
 NAME = "envserver-judge/judge"
-"""The judge as a model of Inspect."""
 
 
 class State(BaseModel):
-    """What a solver left of a sample; JSON-like by `model_dump`.
-
-    Args:
-        store: the sample's store.
-        marked: the choices that the model chose and where they stood: [correct, original position].
-        metadata: entries that the solver added or changed.
-    """
+    """What a solver left of a sample."""
 
     messages: list[ChatMessage]
     output: ModelOutput
-    store: dict[str, Any] = {}
-    marked: list[tuple[bool | None, int]] = []
-    metadata: dict[str, Any] = {}
+    store: dict[str, Any] = {}  # the sample's
+    marked: list[tuple[bool | None, int]] = []  # of the choices: [correct, original position]
+    metadata: dict[str, Any] = {}  # entries that the solver added or changed
 
 
 def state_of(state: TaskState, before: Mapping[str, Any]) -> State:
@@ -63,8 +53,8 @@ def state_of(state: TaskState, before: Mapping[str, Any]) -> State:
 
 
 async def state_of_result(result: Result) -> State | None:
-    """Returns the state of a rollout whose solver left none: a limit cut it off, or it is a bare
-    text; None: there is nothing to score."""
+    """The state of a rollout whose solver left none: a limit cut it off, or it is a bare text.
+    None: there is nothing to score."""
     messages: list[Message] = list(result.messages)
     if isinstance(result.output, str) and not messages:
         messages = [{"role": "assistant", "content": result.output}]
@@ -85,11 +75,8 @@ def named_scorers(task: Task) -> dict[str, Scorer]:
 async def score_state(
     task: Task, sample: Sample, hidden: Mapping[str, Any], state: State, judge: Judge
 ) -> dict[str, Any]:
-    """Runs the task's scorers outside of the rollout; the models that they ask are the judge.
-
-    Returns:
-        The value of each scorer by name.
-    """
+    """Runs the task's scorers outside of the rollout, with the judge as their model; returns their
+    values."""
     values: dict[str, Any] = {}
 
     @scorer(metrics=[])  # type: ignore[untyped-decorator, unused-ignore]

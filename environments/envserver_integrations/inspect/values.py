@@ -38,13 +38,8 @@ _YES_NO = {"yes": 1.0, "true": 1.0, "no": 0.0, "false": 0.0}
 def as_score(
     values: Mapping[str, Any], weights: Mapping[str, float], bounds: tuple[float, float]
 ) -> Score:
-    """Returns the score of a rollout; without a reward if Inspect left it unscored.
-
-    Args:
-        values: of each scorer, by name; None: it gave no score.
-        weights: by SCORER or SCORER/KEY; empty: there is one scorer.
-        bounds: values that become 0 and 1.
-    """
+    """The score of a rollout, without a reward if Inspect left it unscored. `weights` are by SCORER
+    or SCORER/KEY; empty: there is one scorer. `bounds` become 0 and 1."""
     parts = {name: _parts(name, value, bounds) for name, value in values.items()}
     components = {each: number for part in parts.values() for each, number in part.items()}
     means = {name: sum(part.values()) / len(part) for name, part in parts.items() if part}
@@ -189,7 +184,6 @@ def public_part(sample: Sample) -> dict[str, Any]:
 
 
 def hidden_part(sample: Sample) -> dict[str, Any]:
-    """Returns what only a scorer may know."""
     metadata: Any = to_jsonable_python(sample.metadata or {}, fallback=str)
     return {"target": sample.target, "metadata": metadata}
 

@@ -1,7 +1,5 @@
-"""Imports what Inspect imports during its first evaluation of a process: two seconds of work.
-
-Workers are forked from a process that has imported it (`InspectTask.preload`).
-"""
+"""Imports what Inspect imports during its first evaluation: two seconds of work, for workers that
+are forked afterwards (`InspectTask.preload`)."""
 
 from __future__ import annotations
 

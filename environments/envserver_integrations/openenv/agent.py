@@ -1,9 +1,6 @@
-"""The agent's loop: observations become messages, the model's answers become actions.
-
-A server whose actions name a tool (`tool_name`) offers its tools to the model. One whose actions
-have a single text field gets the model's text there. Any other one gets its actions by one tool,
-`act`, that takes their fields.
-"""
+"""The agent's loop: observations become messages, the model's answers become actions. A server
+whose actions name a tool (`tool_name`) offers its tools to the model; one whose actions have a
+single text field gets the model's text there; any other one gets its actions by one tool, `act`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ _PLACE: Final = re.compile(r"\{(\w+)\}")
 
 
 def mode_of(schema: Mapping[str, Any]) -> Mode:
-    """Returns how a server with this schema of actions is acted on."""
     if "tool_name" in _properties(schema):
         return "tools"
     return "text" if text_field(schema) else "act"
@@ -40,7 +36,6 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
 
 
 def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tool whose arguments are an action."""
     kept = {key: value for key, value in schema.items() if key not in ("title", "description")}
     fields = {name: one for name, one in _properties(schema).items() if name != "metadata"}
     return _function(
@@ -84,11 +79,8 @@ def conversation(observation: Mapping[str, Any]) -> list[Message] | None:
 
 
 def text_of_observation(observation: Mapping[str, Any], template: str) -> str:
-    """Returns an observation as text.
-
-    Args:
-        template: with fields of the observation in braces; "": its only field, or all as JSON.
-    """
+    """Fills the template with fields of the observation; without one: its only field, or all as
+    JSON."""
     if template:
         return _PLACE.sub(lambda found: _as_text(observation.get(found[1])), template)
     fields = {
@@ -102,7 +94,6 @@ def text_of_observation(observation: Mapping[str, Any], template: str) -> str:
 
 
 def text_of_result(observation: Mapping[str, Any]) -> str:
-    """Returns what a tool returned, or its error, as text."""
     error = observation.get("error")
     if error:
         return f"Error: {error.get('message', error) if isinstance(error, dict) else error}"
@@ -154,12 +145,6 @@ _BEGIN: Final = "Use the tools."
 
 
 class Player:
-    """Plays one episode.
-
-    Args:
-        config: of the environment.
-    """
-
     def __init__(self, config: Any, run: Rollout) -> None:
         self.done = False
         self.rewards: list[float] = []
@@ -171,8 +156,7 @@ class Player:
 
     async def play(self, reset: Mapping[str, Any]) -> None:
         """Plays until the server says that it is done, or the model neither acts nor answers where
-        it must act by tools.
-        """
+        it must act by tools."""
         run, config = self._run, self._config
         self._how = await run.call_tool("begin", {})
         self.done = self._how["done"]

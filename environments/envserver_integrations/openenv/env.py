@@ -1,9 +1,7 @@
 """An OpenEnv server's environment: its episodes are rollouts, its rewards are those of our turns.
 
-In: the address of a server, and seeds or rows of reset arguments as tasks. Out: rollouts in which
-the model acts by text or by tools. Invariants: the connection is the server process's
-(`services`), so workers need no network, and ends with the attempt; a failure of the OpenEnv server
-is retried and never scored; the model hears of an action that it refuses.
+The connection is the server process's (`services`), so workers need no network, and ends with the
+attempt; a failure of the OpenEnv server is retried and never scored.
 """
 
 from __future__ import annotations
@@ -37,7 +35,6 @@ from .agent import Player, filled
 from .server import connected
 
 _TEST_SEEDS = {"train": 0, "validation": 1_000_000, "test": 2_000_000}
-"""The first seed of each split."""
 
 
 class OpenEnv(Environment):
@@ -144,7 +141,6 @@ class OpenEnv(Environment):
 
 
 def openenv_environment(address: str) -> type[Environment]:
-    """Returns the class for a server."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https", "docker") or not parts.netloc:
         raise ConfigError(

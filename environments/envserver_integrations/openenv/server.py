@@ -1,8 +1,5 @@
-"""Our server's side of the connection: services that drive a session for each attempt.
-
-In: `begin` and `step` from a rollout. Out: observations, tools and rewards. Invariants: an
-attempt has one session, from its first request to its end; a server that is full is waited for.
-"""
+"""Our server's side of the connection: services that drive a session for each attempt, from its
+first request to its end; a server that is full is waited for."""
 
 from __future__ import annotations
 
@@ -43,8 +40,6 @@ class Timeouts:
 
 
 class StepResult:
-    """The answer to a reset or a step."""
-
     def __init__(self, data: Any) -> None:
         found = data if isinstance(data, dict) else {}
         observation, reward = found.get("observation"), found.get("reward")
@@ -60,8 +55,6 @@ class StepResult:
 
 
 class Session:
-    """One environment of the server; made by `session`."""
-
     def __init__(
         self, socket: aiohttp.ClientWebSocketResponse, seconds: float, *, blames_model: bool
     ) -> None:

@@ -1,8 +1,8 @@
 """Games of TextArena as environments: each player is an agent, each seed a task.
 
-Tasks: `public` holds the seed and who sits where. The game runs in the worker, which executes no
-code of the model: the model's text goes to the game's rules and nowhere else, and an agent is told
-what the game shows its player, never the state. Rewards are those that the game gives at its end.
+The game runs in the worker, which executes no code of the model: its text goes to the game's rules,
+and an agent is told what the game shows its player, never the state. Rewards are those that the
+game gives at its end.
 """
 
 from __future__ import annotations
@@ -162,10 +162,8 @@ class TextArena(Environment):
         return str(output.get("reason") or "")
 
     def _rewards(self, result: Result, players: int) -> list[float]:
-        """Returns the reward of each player of the game.
-
-        A player cut off by a limit of tokens, context or time loses, as by an invalid move.
-        """
+        """Rewards by player. A player cut off by a limit of tokens, context or time loses, as by an
+        invalid move."""
         output = result.output
         if isinstance(output, dict) and output.get("ended") is True:
             rewards = output["rewards"]
@@ -202,7 +200,6 @@ class TextArena(Environment):
 
 
 def textarena_environment(game: str) -> type[Environment]:
-    """Returns the environment of one of TextArena's games."""
     check_game(game)
     name = "textarena_" + re.sub(r"\W+", "_", game.lower())
     about = {"game": game, "name": name, "__doc__": f"{game} of TextArena."}

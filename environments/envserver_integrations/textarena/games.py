@@ -1,9 +1,6 @@
-"""One game of TextArena: who is to move, what they see, and how it ended.
-
-Invariants: a game depends on nothing but its id, its options, the number of players, the
-seed and the actions. TextArena draws from Python's global random numbers; each game gets and keeps
-a state of its own, so games that run side by side do not disturb each other.
-"""
+"""One game of TextArena: who is to move, what they see, and how it ended. It depends on nothing but
+its id, options, number of players, seed and actions: TextArena draws from Python's global random
+numbers, so each game keeps a state of its own."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ RESOURCES = {
 
 
 def download_program() -> str:
-    """Returns a program that downloads the lists that are missing into the virtual environment
-    that runs it."""
+    """A program that downloads missing lists into the virtual environment that runs it."""
     return f"""
 import nltk, os, sys
 place = os.path.join(sys.prefix, "nltk_data")
@@ -112,8 +108,6 @@ _INVALID = -1.0
 
 
 class Turn(NamedTuple):
-    """Whose turn it is, and what this player is shown."""
-
     player: int
     text: str
 
@@ -128,12 +122,8 @@ class Outcome(NamedTuple):
 
 
 class Game:
-    """A game from its beginning to its end.
-
-    Args:
-        whole: show a player the whole game in TextArena's own words at each turn, instead of what
-            is new.
-    """
+    """A game from its beginning to its end. `whole`: each turn shows the whole game in TextArena's
+    own words, instead of what is new."""
 
     def __init__(
         self, game: str, options: Mapping[str, Any], *, players: int, seed: int, whole: bool
@@ -158,11 +148,9 @@ class Game:
         return Turn(player, self._text(player, news))
 
     def act(self, action: str) -> None:
-        """Does an action of the player to move; an invalid one is punished by the game's rules.
-
-        Some games crash on malformed actions: the player who sends one loses. A game that does not
-        even survive its first action is broken, and raises.
-        """
+        """An invalid action is punished by the game's rules. Some games crash on malformed ones:
+        the player who sends one loses. A game that does not even survive its first action is
+        broken, and raises."""
         player = int(_unwrapped(self._env).state.current_player_id)
         try:
             with self._random.within():
@@ -206,7 +194,6 @@ def forfeited(loser: int, players: int) -> dict[int, float]:
 
 
 def check_game(game: str) -> None:
-    """Raises NotFoundError if TextArena has no such game."""
     from textarena.envs.registration import ENV_REGISTRY
 
     if game not in ENV_REGISTRY:
@@ -219,8 +206,7 @@ def check_game(game: str) -> None:
 
 @functools.cache
 def fewest_players(game: str, options: str) -> int:
-    """Returns the number of players that the game declares, or else the smallest that it
-    accepts."""
+    """The number that the game declares, or else the smallest that it accepts."""
     from textarena.envs.registration import ENV_REGISTRY
 
     declared = {**ENV_REGISTRY[game].kwargs, **json.loads(options)}.get("num_players")

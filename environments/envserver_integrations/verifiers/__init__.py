@@ -1,9 +1,6 @@
-"""Environments of verifiers: `--env verifiers:NAME`, of both of its generations.
-
-NAME is the name that verifiers knows a package by (`vf-eval NAME`). Packages with
-`load_environment` need verifiers before 0.4, task sets need 0.4: two backends, because the
-dependencies of the two exclude each other.
-"""
+"""Environments of verifiers: `--env verifiers:NAME`, the name of a package (`vf-eval NAME`).
+Packages with `load_environment` need verifiers before 0.4, task sets need 0.4: two backends,
+because the dependencies of the two exclude each other."""
 
 from __future__ import annotations
 
@@ -29,10 +26,8 @@ def environment(name: str) -> type[Environment]:
 
 
 def _without_progress_bars() -> None:
-    """Keeps the bars of packages that map their data set out of workers' output.
-
-    tqdm would also start a thread, and make a semaphore that outlives a killed worker.
-    """
+    """Keeps the bars of packages that map their data set out of workers' output. tqdm would also
+    start a thread, and make a semaphore that outlives a killed worker."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     from tqdm import tqdm
 

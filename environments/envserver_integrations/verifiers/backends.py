@@ -1,6 +1,4 @@
-"""The generation of verifiers that a package needs, and its virtual environment. Pure but for a
-look into the packages that are to be installed.
-"""
+"""The generation of verifiers that a package needs, and its virtual environment."""
 
 from __future__ import annotations
 
@@ -19,19 +17,13 @@ _LOADS = re.compile(rb"^def load_environment\b", re.MULTILINE)
 
 
 def is_classic(version: str) -> bool:
-    """Returns whether a version of verifiers has classic environments."""
     major, minor = (int(part) for part in version.split(".")[:2])
     return (major, minor) < (0, 4)
 
 
 def backend_of(name: str, packages: Sequence[str]) -> Backend:
-    """Returns the backend of the package `name`.
-
-    Args:
-        packages: what is installed with it. `verifiers<0.4` or `verifiers>=0.4` among them
-            decides; else a folder or wheel with `load_environment` is classic; else it is a task
-            set.
-    """
+    """`verifiers<0.4` or `verifiers>=0.4` among the packages installed with it decides; else a
+    folder or wheel with `load_environment` is classic; else it is a task set."""
     for package in packages:
         wanted = _requirement(package)
         if wanted is not None and wanted.name == "verifiers" and wanted.specifier:

@@ -1,10 +1,6 @@
-"""verifiers' chat loop, run in the worker's own process.
-
-Its harness `null` is this loop, started as a program for which uv fetches packages at each first
-use. Here the same source is run by the worker; its model calls still go through the endpoint that
-verifiers gives it. Programs of reward functions run with this interpreter, too: what they need is
-installed with the package, and nothing is fetched while a rollout runs.
-"""
+"""verifiers' chat loop, run in the worker's own process. Its harness `null` is this loop, as a
+program for which uv fetches packages. Programs of reward functions run with this interpreter, too:
+nothing is fetched while a rollout runs."""
 
 from __future__ import annotations
 
@@ -106,7 +102,6 @@ def register() -> None:
 async def _with_this_interpreter(
     runtime: Any, script: str | bytes, env: Any = None, *, activate: bool = True
 ) -> list[str]:
-    """Returns how to run a script with what is installed here, in the place of uv."""
     data = script.encode() if isinstance(script, str) else script
     path = f"{runtime.scripts_dir}/{hashlib.sha256(data).hexdigest()}.py"
     await runtime.write(path, data)

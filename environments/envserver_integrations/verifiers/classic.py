@@ -1,9 +1,9 @@
-"""Classic environments: packages with `load_environment` (verifiers before 0.4).
+"""Classic environments: packages with `load_environment` (verifiers before 0.4). Tasks are the rows
+of its data set; a rollout is its own, over our endpoint; its rubric gives the reward.
 
-Tasks are the rows of its data set. A rollout is its own, over our endpoint; its rubric gives the
-reward. If the environment's class is one of verifiers' own, the worker gets only the prompt, and
-the scorer calls the rubric. A class of the package's own may read the answer while it plays, and
-its rubric what it left in the state: then the worker has the whole row, and scores.
+If the environment's class is one of verifiers' own, the worker gets only the prompt, and the scorer
+calls the rubric. A class of the package's own may read the answer while it plays, and its rubric
+what it left in the state: then the worker has the whole row, and scores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ _LEFT_OUT = frozenset(
 
 
 def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the state after a rollout, JSON-like."""
     turns = [
         {
             "messages": len(step["prompt"]),
@@ -177,7 +176,6 @@ async def score_one(rubric: Any, state: Any) -> Score:
 
 
 async def score_all(rubric: Any, states: Sequence[Any]) -> list[Score]:
-    """Scores the states of one group; raises like `score_one`."""
     await _checked(rubric.score_group(list(states)))
     return [score_of(rubric, state) for state in states]
 
@@ -262,9 +260,7 @@ class ClassicEnvironment(VerifiersEnvironment):
             )
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """Yields a task for each row, one after the other; validation and test are its evaluation
-        data set, or else its only one.
-        """
+        """Validation and test are its evaluation data set, or else its only one."""
         if split == "train" and self._env.build_dataset() is None:
             raise ConfigError(
                 f"verifiers:{self.package} has no data set for training.",

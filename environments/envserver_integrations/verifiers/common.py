@@ -18,11 +18,8 @@ from envserver import Environment, Score
 
 
 class OwnLoop:
-    """An event loop in a thread, for packages of verifiers that block the loop they run on.
-
-    A worker whose own loop is blocked for a second counts as hung. The thread starts at the first
-    coroutine, and ends with the process.
-    """
+    """An event loop in a thread, for packages of verifiers that block the loop they run on: a
+    worker whose own loop is blocked for a second counts as hung."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,9 +117,8 @@ class VerifiersEnvironment(Environment):
 
 @contextmanager
 def kept_signals() -> Iterator[None]:
-    """Keeps the process's signal handlers: verifiers replaces them with its own, which only the
-    main thread may do.
-    """
+    """Keeps the handlers that verifiers replaces with its own, which only the main thread may
+    do."""
     if threading.current_thread() is not threading.main_thread():
         with mock.patch.object(signal, "signal"):
             yield
@@ -144,5 +140,4 @@ def numbers(values: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def names_limit(text: str) -> bool:
-    """Returns whether the text of a failed model call says that a limit is used up."""
     return any(code in text for code in LIMIT_CODES)

@@ -1,12 +1,10 @@
 """Task sets: packages of verifiers from 0.4 on, with one agent or several.
 
-A rollout is an episode of its environment: the traces of its agents. Each role is an agent of ours
-with its own rows, and the rewards of its traces are its reward. The harness is a chat loop in the
-worker (`chat_harness`), the runtime a folder on this machine in which no program of the model runs.
-
-Where nothing but rewards and metrics of the task is the package's own, the worker gets only what
-verifiers shows a model, and the scorer calls them. Otherwise the worker has the whole task, and
-verifiers scores there.
+A rollout is an episode of its environment: the traces of its agents. Each role is an agent of ours.
+The harness is a chat loop in the worker (`chat_harness`), the runtime a folder on this machine in
+which no program of the model runs. Where nothing but rewards and metrics of the task is the
+package's own, the worker gets only what verifiers shows a model, and the scorer calls them;
+otherwise the worker has the whole task, and verifiers scores there.
 """
 
 from __future__ import annotations
@@ -95,10 +93,8 @@ def roles_of(config: Any) -> dict[str, Any]:
 
 
 def played_by_us(kind: Any) -> Any:
-    """Returns its class with one change: each agent asks the endpoint of its rollout.
-
-    `setup` is the hook that sees an episode's agents before they play.
-    """
+    """Returns its class with one change: each agent asks the endpoint of its rollout. `setup` is
+    the hook that sees an episode's agents before they play."""
 
     async def setup(self: Any, agents: Any) -> None:
         await kind.setup(self, agents)
@@ -170,10 +166,7 @@ def loaded(name: str, own: Any) -> Any:
 
 
 def refuse_programs(name: str, kind: Any) -> None:
-    """
-    Raises:
-        ConfigError: rewards or hooks of its tasks ask for the runtime, which runs programs.
-    """
+    """Refuses tasks whose rewards or hooks ask for the runtime, which runs programs."""
     own = [*declared(kind, "reward"), *declared(kind, "metric")]
     for hook in ("setup", "finalize"):
         if getattr_static(kind, hook) is not getattr_static(vf.Task, hook):

@@ -1,7 +1,5 @@
 """`environments.agent_systems.MHQA_agent.Main --question ...` is `envserver run --env mhqa`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

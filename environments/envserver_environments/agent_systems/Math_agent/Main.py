@@ -1,7 +1,5 @@
 """`environments.agent_systems.Math_agent.Main --question ...` is `envserver run --env math`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

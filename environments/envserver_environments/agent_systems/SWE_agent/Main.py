@@ -1,7 +1,5 @@
 """`environments.agent_systems.SWE_agent.Main --question ...` is `envserver run --env swe`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

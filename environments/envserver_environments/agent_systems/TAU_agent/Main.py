@@ -1,7 +1,5 @@
 """`environments.agent_systems.TAU_agent.Main --question ...` is `envserver run --env tau`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -1,7 +1,5 @@
 """`environments.agent_systems.Video_multiagent.Main ...` is `envserver run --env video ...`."""
 
-from __future__ import annotations
-
 import sys
 
 from envserver import main

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any, Literal
+
+from envserver_environments.demonstrations import prompt_beside
 
 ShowTests = Literal["0", "1", "all"]
 
 SOLUTION = "solution.py"
-"""The file that an external agent writes its program to."""
 _LAST_WORD = {
     "single": "Reply with one ```python block.",
     "tools": "Call submit with the whole program when it is done.",
@@ -20,14 +20,10 @@ _SHOWN_CHARACTERS = 1000
 REMINDER = "There is no program yet. Call submit, or reply with one ```python block."
 
 
-@functools.cache
-def system_prompt(mode: str) -> str:
-    """The system prompt of a mode."""
-    return (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
+system_prompt = functools.partial(prompt_beside, __file__)
 
 
 def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
-    """The user message for a task: what to write, its name, and as many tests as may be shown."""
     parts = [str(public["instruction"])]
     tests = public["tests"] if show_tests == "all" else public["tests"][: int(show_tests)]
     if tests and public["entry_point"]:
@@ -40,7 +36,6 @@ def question(public: dict[str, Any], mode: str, show_tests: ShowTests) -> str:
 
 
 def shown_test(test: str | dict[str, str]) -> str:
-    """Returns a test as the model sees it: an assert, or the input and the expected output."""
     if isinstance(test, str):
         return test
     given, wanted = (_cut(test[part].rstrip("\n")) for part in ("input", "output"))

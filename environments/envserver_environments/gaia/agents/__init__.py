@@ -1,8 +1,6 @@
 """Agents that solve a question with files: smolagents' two, and a plain loop as a baseline.
-
-They run in a worker's process (isolation "sandboxed"). Importing this package imports smolagents,
-if it is installed, so that a worker forked afterwards has it.
-"""
+Importing this package imports smolagents, if it is installed, for workers that are forked
+afterwards."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ from .prompts import question
 __all__ = ["Ending", "Kind", "AgentOptions", "Prompts", "Solved", "solve"]
 
 LEAVE_SECONDS = 2.5
-"""An agent ends by itself this long before the rollout's deadline, so that its steps are not lost.
-"""
+"""An agent ends this long before the rollout's deadline, so that its steps are not lost."""
 MOST_LEFT = 0.25
 """Share of the rollout's time that this may be."""
 STOP_SECONDS = 5.0
@@ -43,7 +40,7 @@ async def solve(
 
     Args:
         task: `public` holds `question`, and `files`: their names, or objects with a `name`.
-        tools: tools besides python and final_answer.
+        tools: besides python and final_answer.
         extra: additional fields of each request to the model.
 
     Returns:

@@ -38,15 +38,8 @@ class Turn:
 
 
 class Endpoint:
-    """Requests one turn after the other.
-
-    Args:
-        stop: strings that end a turn.
-        tools: OpenAI function tools that the model may call.
-        token_budget: maximum number of sampled tokens in all.
-        stop_at: `time.time()` after which no request is sent.
-        extra: additional fields of each request.
-    """
+    """Requests one turn after the other. `stop_at` is the `time.time()` after which none is sent;
+    `extra`: additional fields of each request; `token_budget`: of all turns together."""
 
     def __init__(
         self,
@@ -86,13 +79,12 @@ class Endpoint:
         return Turn(_whole(choice), (int(usage.get("prompt_tokens") or 0), written))
 
     def close(self) -> None:
-        """Ends the connection, from any thread; a request that waits on it fails."""
         self._connection.close()
 
 
 class _Proxy:
-    """A connection to the proxy. A request whose connection broke is repeated with the same key:
-    the proxy returns the answer that it has."""
+    """A connection to the proxy. A broken request is repeated with the same key: the proxy returns
+    the answer that it has."""
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self._connection = Connection(f"{base_url}/chat/completions")
@@ -134,7 +126,6 @@ class _Proxy:
 
 
 def _whole(choice: dict[str, Any]) -> Message:
-    """The message as it was sampled: with the stop string that was cut off."""
     message: Message = choice["message"]
     stop = choice.get("stop_reason")
     if not isinstance(stop, str):
@@ -154,17 +145,15 @@ _RECEIVE_BYTES = 65536
 
 
 class Connection:
-    """Connects when it is needed. Belongs to one thread; `close` may be called from any.
-
-    llhttp reads the answers: http.client takes a fifth more CPU, as it reads a head as an e-mail's.
-    """
+    """Connects when needed. Belongs to one thread; `close`, by which a waiting request fails, may
+    be called from any. llhttp reads the answers: http.client takes a fifth more CPU, as it reads a
+    head as an e-mail's."""
 
     def __init__(self, url: str) -> None:
         self._url = urlsplit(url)
         self._socket: socket.socket | None = None
 
     def post(self, body: bytes, headers: Mapping[str, str], seconds: float) -> tuple[int, bytes]:
-        """Returns the status and the body of the answer."""
         if self._socket is None:
             self._socket = self._connected(seconds)
         connected = self._socket
@@ -180,7 +169,6 @@ class Connection:
         return answer.status, b"".join(answer.parts)
 
     def close(self) -> None:
-        """Ends the connection; a request that waits on it fails."""
         connected, self._socket = self._socket, None
         if connected is not None:
             with contextlib.suppress(OSError):  # the server has closed it

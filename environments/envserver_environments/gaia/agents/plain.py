@@ -43,7 +43,6 @@ class Trace:
         self._run = run
 
     def add(self, step: dict[str, Any]) -> None:
-        """Adds a step, in the form of `step_data`."""
         self.steps.append(step)
         thought = step["thought"]
         match step["action"]:
@@ -79,7 +78,7 @@ def step_data(
     Args:
         action: code, or tool calls as name and arguments.
         error: its kind (parsing, execution, timeout, died, tool) and its first words.
-        tokens: token counts of the prompt and of the turn.
+        tokens: of the prompt and of the turn.
     """
     return {
         "step": number,
@@ -140,11 +139,8 @@ final_answer = Tool(_FINAL_ANSWER, lambda answer: answer_text(answer))
 
 
 class Tools:
-    """The tools that an agent calls natively: the given ones, python and final_answer.
-
-    Args:
-        loop: the event loop in which asynchronous tools run while the agent's thread waits.
-    """
+    """The tools that an agent calls natively; asynchronous ones run in `loop` while its thread
+    waits."""
 
     def __init__(
         self,
@@ -159,11 +155,9 @@ class Tools:
         python = Tool(_PYTHON, self._python, max_characters=2 * characters)
         self.tools = toolbox(*given, python, final_answer)
         self.outcome: Outcome | None = None
-        """Outcome of the last call of python."""
 
     @property
     def descriptions(self) -> list[dict[str, Any]]:
-        """Returns the tools' schemas for a chat completion."""
         return [tool.description for tool in self.tools.values()]
 
     def run(self, call: dict[str, Any]) -> ToolResult:
@@ -199,7 +193,6 @@ def as_function(tool: Tool, loop: asyncio.AbstractEventLoop) -> Callable[..., st
 def run_from_thread(
     tools: dict[str, Tool], call: dict[str, Any], loop: asyncio.AbstractEventLoop
 ) -> ToolResult:
-    """Runs `call` from a thread: a plain tool here, an asynchronous one on the event loop."""
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     tool = tools.get(name) if isinstance(name, str) else None
@@ -220,34 +213,20 @@ _LIMITS: tuple[Ending, ...] = ("turns", "tokens", "time", "context")
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """Options of an agent.
+    """Options of an agent."""
 
-    Args:
-        agent: code: smolagents' CodeAgent; tools: its ToolCallingAgent; plain: the baseline loop.
-        max_steps: maximum number of answers without plans; there is no extra call at the end.
-        planning_interval: number of steps between plans; the first comes before the first step.
-        extra_imports: modules imported before the first step and named to the model.
-        token_budget: maximum number of sampled tokens in all.
-        seconds: limit of the whole run; the rollout's own deadline applies, too.
-        step_seconds: limit of one step's code, without the time in tools.
-        observation_characters: maximum length of a step's output shown; the middle is left out.
-        verbosity: smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all.
-        prompts: own: this package's; smolagents: the installed smolagents' templates.
-    """
-
-    agent: Kind = "code"
-    max_steps: int = 12
-    planning_interval: int | None = None
-    extra_imports: tuple[str, ...] = ()
-    token_budget: int | None = None
-    seconds: float | None = None
-    step_seconds: float = 60.0
-    observation_characters: int = 10_000
-    verbosity: int = -1
-    prompts: Prompts = "own"
+    agent: Kind = "code"  # code, tools: smolagents' CodeAgent, ToolCallingAgent; plain: a loop
+    max_steps: int = 12  # answers without plans; there is no extra call at the end
+    planning_interval: int | None = None  # steps between plans; the first is before any step
+    extra_imports: tuple[str, ...] = ()  # imported before the first step, named to the model
+    token_budget: int | None = None  # sampled tokens in all
+    seconds: float | None = None  # of the whole run; the rollout's own deadline applies, too
+    step_seconds: float = 60.0  # of one step's code, without the time in tools
+    observation_characters: int = 10_000  # the middle of a longer output is left out
+    verbosity: int = -1  # smolagents' own log: -1 nothing, 0 errors, 1 steps, 2 all
+    prompts: Prompts = "own"  # own: this package's; smolagents: the installed smolagents' templates
 
     def check(self) -> None:
-        """Raises ConfigError where a module of `extra_imports` is not installed."""
         for name in self.extra_imports:
             if not _is_installed(name):
                 raise ConfigError(f"extra_imports: there is no module {name!r} here.")
@@ -255,8 +234,6 @@ class AgentOptions:
 
 @dataclass(frozen=True)
 class Solved:
-    """The result of a run; `as_output` is what a rollout returns."""
-
     answer: str | None
     state: Ending
     steps: list[dict[str, Any]]
@@ -266,7 +243,6 @@ class Solved:
 
 
 def ending_of(error: LimitReached | CutOff) -> Ending:
-    """Returns how a run ended that `error` ended."""
     if isinstance(error, CutOff):
         return "cut_off"
     return next((known for known in _LIMITS if known == error.detail.get("limit")), "turns")
@@ -283,14 +259,9 @@ _SAID = re.compile(r"FINAL ANSWER:\s*(.+)")
 
 
 class AgentRun(abc.ABC):
-    """One run. Call `run` in a thread, `stop` from another.
-
-    Args:
-        tools: tools besides python and final_answer.
-        loop: the event loop in which asynchronous tools run.
-        stop_at: `time.time()` at which it ends by itself.
-        extra: additional fields of each request to the model.
-    """
+    """One run. Call `run` in a thread, `stop` from another; it ends by itself at `stop_at`
+    (`time.time()`). Asynchronous tools run in `loop`; `extra`: additional fields of each
+    request."""
 
     def __init__(
         self,
@@ -334,7 +305,6 @@ class AgentRun(abc.ABC):
         return Solved(answer, state, self._trace.steps)
 
     def stop(self) -> None:
-        """Makes `run` return soon, from whatever it waits for."""
         self._endpoint.close()
         self._interpreter.close()
 

@@ -16,7 +16,6 @@ list with commas between its items, each of which follows these rules. What the 
 of the form goes before."""
 
 FINAL_ANSWER = "End your last message with a line of this form:\nFINAL ANSWER: ..."
-"""Told to other programs that play the agent."""
 
 _CODE = """\
 You solve a task by writing Python. In each turn say briefly what you want to do, then write one \
@@ -61,7 +60,6 @@ CUT_OFF = "The model's turn was longer than it may be."
 
 
 def system_prompt(kind: str, tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
-    """Returns the system prompt of an agent of that kind with these tools."""
     given = list(tools)
     fields = {
         "imports": f" Imported already: {', '.join(imports)}." if imports else "",
@@ -84,7 +82,6 @@ def instructions(tools: Iterable[Tool], imports: tuple[str, ...] = ()) -> str:
 
 
 def question(public: dict[str, Any]) -> str:
-    """The user's message: the question, and the names of its files."""
     names = [str(f["name"]) if isinstance(f, dict) else str(f) for f in public.get("files") or ()]
     text = str(public["question"]).strip()
     return f"{text}\n\nFiles: {', '.join(names)}" if names else text

@@ -1,9 +1,7 @@
 """smolagents' CodeAgent and ToolCallingAgent, with this package's executor and memory.
 
-Their loop, parsing and memory are smolagents' own. The differences: each turn of the model is sent
-back as it was sampled, plans are turns of the same conversation, tool calls are native, and a
-prompt is written once. So an ordinary run is one sequence of tokens. The prompts are this
-package's, or those of smolagents' templates, of which a plan's become turns of the conversation.
+Each turn of the model is sent back as it was sampled, plans are turns of the same conversation,
+tool calls are native, and a prompt is written once: so an ordinary run is one sequence of tokens.
 """
 
 from __future__ import annotations
@@ -49,22 +47,17 @@ _NOTHING = " "
 
 
 class ProxyModel(Model):  # type: ignore[misc]  # a class of a library without types
-    """smolagents' model. Raises the errors of `Endpoint.turn`."""
-
     def __init__(self, endpoint: Endpoint) -> None:
         super().__init__(model_id=endpoint.model)
         self._endpoint = endpoint
 
     def generate(self, messages: list[ChatMessage], **options: Any) -> ChatMessage:
-        """A turn in which it acts; what smolagents would ask for beside it does not count."""
         return self._turn(messages)
 
     def plan(self, messages: list[ChatMessage]) -> ChatMessage:
-        """A turn in which it only plans."""
         return self._turn(messages, stop=[END_OF_PLAN])
 
     def parse_tool_calls(self, message: ChatMessage) -> ChatMessage:
-        """Accepts native calls only."""
         raise ValueError("no tool was called")
 
     def _turn(self, messages: list[ChatMessage], **fields: Any) -> ChatMessage:
@@ -111,17 +104,12 @@ class StepFailed(Exception):
 
 
 class ProcessExecutor(PythonExecutor):  # type: ignore[misc]  # a class of a library without types
-    """Executes code for smolagents' CodeAgent.
-
-    Args:
-        interpreter: opened and closed by its owner.
-    """
+    """Executes code for smolagents' CodeAgent; the interpreter belongs to its owner."""
 
     def __init__(self, interpreter: Interpreter) -> None:
         self._interpreter = interpreter
         self._variables: dict[str, Any] = {}
         self.outcome: Outcome | None = None
-        """Outcome of the last step."""
 
     def send_tools(self, tools: Mapping[str, Callable[..., Any]]) -> None:
         """Functions of the code, beside `final_answer`; to be sent before the first step."""
@@ -213,12 +201,8 @@ class _AsSampled:
 
 
 class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no types there
-    """Acts by Python code.
-
-    Args:
-        system_prompt: None: smolagents' templates are used, with `tools` and `instructions`.
-        characters: maximum length of an observation.
-    """
+    """Acts by Python code; without `system_prompt` smolagents' templates are used, with `tools` and
+    `instructions`."""
 
     def __init__(
         self,
@@ -258,12 +242,7 @@ class CodeAgent(_AsSampled, smolagents.CodeAgent):  # type: ignore[misc]  # no t
 
 
 class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore[misc]
-    """Acts by native tool calls, whose results go back by their ids.
-
-    Args:
-        system_prompt: None: smolagents' templates are used, with `tools` and `instructions`.
-        callable_tools: what the calls run.
-    """
+    """Acts by native tool calls, whose results go back by their ids; `system_prompt` as above."""
 
     def __init__(
         self,
@@ -295,8 +274,7 @@ class ToolCallingAgent(_AsSampled, smolagents.ToolCallingAgent):  # type: ignore
     def process_tool_calls(
         self, chat_message: ChatMessage, memory_step: ActionStep
     ) -> Iterator[ToolOutput]:
-        """Runs the calls one after the other; an invalid call gets an error result and does not end
-        the run."""
+        """One after the other; an invalid call gets an error and does not end the run."""
         calls = (chat_message.raw or {}).get("tool_calls") or []
         results = self.results.setdefault(memory_step.step_number, [])
         for call in calls:
@@ -327,8 +305,6 @@ def _user(text: str) -> ChatMessage:
 
 
 class SmolRun(AgentRun):
-    """One run of the agents `code` and `tools`."""
-
     _agent: CodeAgent | ToolCallingAgent
 
     def _made(self) -> CodeAgent | ToolCallingAgent:

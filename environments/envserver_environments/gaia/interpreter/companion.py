@@ -1,8 +1,5 @@
-"""The interpreter as a companion of its agent (see `envserver.take_companion`).
-
-This module imports what models' code imports most, so that a companion has it and its agent, which
-does not import this, does without.
-"""
+"""The interpreter as a companion of its agent (see `envserver.take_companion`), with what models'
+code imports most; the agent does without."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ def send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(channel: socket.socket) -> dict[str, Any]:
-    """Returns the next message; waits for it, no longer than the socket's timeout."""
     try:
         message = json.loads(framing.receive_frame(channel, MAX_BYTES))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,9 +1,6 @@
-"""The process that executes the model's code, step by step.
-
-It is plain Python: one lasting `__main__`, tracebacks without frames of this file, the value of a
-last expression. Nothing that the code raises ends it. The output of the code and of its children
-leaves by a pipe; tool calls go over the socket and run in the agent's process.
-"""
+"""The process that executes the model's code, step by step: plain Python with one lasting
+`__main__`, tracebacks without this file. Nothing that the code raises ends it. The output of the
+code and its children leaves by a pipe; tool calls go over the socket."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ from . import frames
 ANSWER = "final_answer"
 MAX_ANSWER_CHARACTERS = 20_000
 MEMORY_SHARE = 0.6
-"""Share of the worker's memory per process; the rest stays free when the code has used up its own.
-"""
+"""Share of the worker's memory per process; the rest stays free when the code uses up its own."""
 
 
 class _Answered(BaseException):
@@ -37,17 +33,11 @@ class _Answered(BaseException):
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of an interpreter.
+    """Settings of an interpreter."""
 
-    Args:
-        tools: names of functions that are called over the socket.
-        imports: modules to import.
-        value_characters: maximum length of a value that is sent.
-    """
-
-    tools: Sequence[str]
-    imports: Sequence[str]
-    value_characters: int
+    tools: Sequence[str]  # names of functions that are called over the socket
+    imports: Sequence[str]  # modules to import
+    value_characters: int  # maximum length of a value that is sent
 
 
 def live(channel: socket.socket, output: int) -> NoReturn:
@@ -192,8 +182,7 @@ def _error_of(error: BaseException, name: str) -> dict[str, str]:
 
 
 def _without_us(error: traceback.TracebackException) -> Iterator[str]:
-    """Removes this file's frames from a traceback: they mean nothing to the model, and differ
-    between machines."""
+    """Without this file's frames, which mean nothing to the model and differ between machines."""
     part: traceback.TracebackException | None = error
     for _ in range(10):
         if part is None:

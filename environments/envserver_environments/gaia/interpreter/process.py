@@ -1,9 +1,8 @@
 """A Python interpreter for the model's code in a separate process, as the agent uses it.
 
-`Interpreter.run` executes one step and returns its outcome, whatever that is: an error, an endless
-loop, a crash and a lack of memory are outcomes, not exceptions. Time is measured here, outside of
-the interpreter: at a step's limit it is interrupted, as by Ctrl-C, and killed if that does not
-help. A new one then starts without the old one's variables.
+An error, an endless loop, a crash and a lack of memory are outcomes of a step, not exceptions. Time
+is measured here: at its limit a step is interrupted, as by Ctrl-C, and killed if that does not
+help; a new interpreter then starts without the old one's variables.
 """
 
 from __future__ import annotations
@@ -41,33 +40,21 @@ Trouble = Literal["exception", "timeout", "died"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    Args:
-        printed: output of the code and of all that it started; the middle of a long one is left
-        out.
-        value: the last expression's value as text, unless it is None.
-        answer: the argument of `final_answer`.
-        trouble: exception: it raised; timeout: it was stopped; died: its process ended.
-        error: the error text shown to the model.
-        kind: the type of the exception, or the trouble itself.
-    """
-
-    printed: str = ""
-    value: str | None = None
-    answer: str | None = None
-    trouble: Trouble | None = None
-    error: str = ""
-    kind: str = ""
+    printed: str = ""  # by the code and all that it started; a long output has no middle
+    value: str | None = None  # the last expression's, unless it is None
+    answer: str | None = None  # the argument of `final_answer`
+    trouble: Trouble | None = None  # exception: raised; timeout: stopped; died: its process did
+    error: str = ""  # as the model is shown it
+    kind: str = ""  # the type of the exception, or the trouble itself
 
 
 class Interpreter:
     """A lazily started interpreter. Belongs to one thread; `close` may be called from any.
 
     Args:
-        tools: functions that the code may call; they run here, with JSON arguments, and their
-        errors are raised in the code as a RuntimeError.
-        imports: modules imported at the start.
+        tools: run here, with JSON arguments; their errors are raised in the code as a RuntimeError.
         step_seconds: limit of one step's code; time in tools is not counted.
         stop_at: `time.time()` at which everything must have ended.
         characters: maximum length of a step's output, and of its value and error each.
@@ -93,7 +80,6 @@ class Interpreter:
         self._lock = threading.Lock()
 
     def run(self, code: str) -> Outcome:
-        """Executes `code` after all earlier steps."""
         self._step += 1
         process = self._started()
         if process is None:
@@ -172,7 +158,6 @@ _LOST = "All variables and imports are lost; files are kept."
 
 
 def shortened(text: str, characters: int) -> str:
-    """`text` without its middle where it is longer than `characters`."""
     if len(text) <= characters:
         return text
     half = characters // 2
@@ -214,8 +199,7 @@ class _Process:
         self.pid = self._set_up(setup)
 
     def _set_up(self, setup: Setup) -> int | None:
-        """Returns its process id; None if it has ended or must end, which the first step finds
-        out."""
+        """The process id; None if it has ended or must end, which the first step finds out."""
         self.channel.settimeout(START_SECONDS)
         try:
             frames.send(self.channel, asdict(setup))
@@ -247,7 +231,6 @@ class _Process:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
     def bury(self) -> int:
-        """Waits for its end, which must be near; its status."""
         with self._lock:
             status = self._process.wait()
             self._ended = True
@@ -295,7 +278,6 @@ class _Watched:
         return f"{head}\n[... {self._left_out} bytes left out ...]\n{tail}"
 
     def step(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Raises _Stopped when it does not end in time, BrokenFrame when its process is gone."""
         channel = self._process.channel
         channel.settimeout(FRAME_SECONDS)
         try:
@@ -334,7 +316,6 @@ class _Watched:
                 return until - time.monotonic()
 
     def _drain(self) -> bool:
-        """Reads the available output; returns whether more may come."""
         for _ in range(64):  # and then looks at the clock again
             try:
                 data = os.read(self._process.output, 1 << 16)

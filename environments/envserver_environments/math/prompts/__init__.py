@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
+
+from envserver_environments.demonstrations import prompt_beside
 
 BOXED = "Put the final answer into \\boxed{...} in your last message."
 """Told to other programs that play the agent."""
 _LETTER_RULE = "Answer with the letter of the right option."
 
 
-@functools.cache
-def system_prompt(mode: str) -> str:
-    """The system prompt of a mode."""
-    return (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
+system_prompt = functools.partial(prompt_beside, __file__)
 
 
 def question(public: dict[str, Any]) -> str:

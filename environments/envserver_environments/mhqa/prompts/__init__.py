@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
-from pathlib import Path
 
+from envserver_environments.demonstrations import prompt_beside
 from envserver_tools.calling import Tool
 from envserver_tools.protocol import FORMAT, describe_tools
 
@@ -22,28 +21,27 @@ SUB_QUESTIONS_WANTED = (
 )
 
 
-@functools.cache
 def system_prompt(mode: str, unanswerable: bool) -> str:
-    """The system prompt of a mode."""
-    text = (Path(__file__).parent / f"{mode}.txt").read_text(encoding="utf-8").strip()
-    return "\n\n".join([text, f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS])
+    return f"{prompt_beside(__file__, mode)}\n\n{_answers(unanswerable)}"
 
 
 def text_system_prompt(tools: Iterable[Tool], unanswerable: bool) -> str:
-    """The system prompt of the mode `text`, with its tools and its format."""
     return "\n\n".join([system_prompt("text", unanswerable), describe_tools(tools), FORMAT])
 
 
 def harness_prompt(question: str, unanswerable: bool) -> str:
-    answers = f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
     return (
-        f"Question: {question}\n\nFind the answer with the tools search and read. {answers} End "
+        f"Question: {question}\n\nFind the answer with the tools search and read. "
+        f"{_answers(unanswerable)} End "
         "your last message with a line of this form:\nAnswer: ..."
     )
 
 
+def _answers(unanswerable: bool) -> str:
+    return f"{_ANSWERS} {_UNANSWERABLE}" if unanswerable else _ANSWERS
+
+
 def note_wanted(hop: int, sub_question: str, found: str | None) -> str:
-    """Returns the request for a note on one sub-question; `found`: passages, if there are any."""
     passages, known = (
         ("", "you know") if found is None else (f"Passages:\n\n{found}\n\n", "they say")
     )

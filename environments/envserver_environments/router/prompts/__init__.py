@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
+
+from envserver_environments.demonstrations import prompt_beside
 
 from ..course import COURSE, GRAPH, TOOLS, PlanError
 
@@ -12,7 +13,7 @@ from ..course import COURSE, GRAPH, TOOLS, PlanError
 @functools.cache
 def system_prompt(name: str) -> str:
     """The system prompt of a profile, or of the search agent; schemas are filled in."""
-    text = (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
+    text = prompt_beside(__file__, name)
     for mark, schema in (("TOOLS", TOOLS), ("GRAPH", GRAPH), ("COURSE", COURSE)):
         shown = {key: value for key, value in schema.items() if key != "$schema"}
         text = text.replace(f"<{mark}>", json.dumps(shown))

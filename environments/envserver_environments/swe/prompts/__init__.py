@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+
+from envserver_environments.demonstrations import prompt_beside
 
 TASK = """The problem:
 
@@ -14,10 +15,7 @@ problem is solved in general: tests that you do not see will be run. Changes of 
 configuration do not count."""
 
 
-@functools.cache
-def system_prompt(kind: str) -> str:
-    """The system prompt of a kind of agent."""
-    return (Path(__file__).parent / f"{kind}.txt").read_text(encoding="utf-8").strip()
+system_prompt = functools.partial(prompt_beside, __file__)
 
 
 def task_prompt(problem: str) -> str:

@@ -1,10 +1,7 @@
-"""tau2-bench's domain `airline`: reservations, bags, passengers, certificates.
-
-Names, parameters, checks and their order, outcomes and the words of errors are those of
-src/tau2/domains/airline/tools.py, quirks included: a new booking takes seats, but changes and
-cancellations touch no seats; what `update_*` is given is stored as it is, so that 1.0 bags are
-not 1 bag to the hash.
-"""
+"""tau2-bench's domain `airline`. Names, parameters, checks and their order, outcomes and the words
+of errors are those of src/tau2/domains/airline/tools.py, quirks included: a new booking takes
+seats, changes and cancellations touch none; `update_*` stores what it is given: 1.0 bags are not 1
+to the hash."""
 
 from __future__ import annotations
 
@@ -25,15 +22,11 @@ Insurance = Literal["yes", "no"]
 
 
 class Name(BaseModel):
-    """The name of a person."""
-
     first_name: str
     last_name: str
 
 
 class Address(BaseModel):
-    """The address of a person."""
-
     address1: str
     address2: str | None = None
     city: str
@@ -50,8 +43,6 @@ class Payment(BaseModel):
 
 
 class CreditCard(BaseModel):
-    """A way to pay."""
-
     source: Literal["credit_card"]
     id: str
     brand: str
@@ -59,16 +50,12 @@ class CreditCard(BaseModel):
 
 
 class GiftCard(BaseModel):
-    """A way to pay that has a balance."""
-
     source: Literal["gift_card"]
     id: str
     amount: float
 
 
 class Certificate(BaseModel):
-    """A way to pay that can be used once."""
-
     source: Literal["certificate"]
     id: str
     amount: float
@@ -83,54 +70,40 @@ class Passenger(BaseModel):
 
 
 class FlightDateStatusAvailable(BaseModel):
-    """A flight on a day for which there are tickets."""
-
     status: Literal["available"]
     available_seats: dict[CabinClass, int]
     prices: dict[CabinClass, int]
 
 
 class FlightDateStatusLanded(BaseModel):
-    """A flight that is over."""
-
     status: Literal["landed"]
     actual_departure_time_est: str
     actual_arrival_time_est: str
 
 
 class FlightDateStatusCancelled(BaseModel):
-    """A flight that does not take place."""
-
     status: Literal["cancelled"]
 
 
 class FlightDateStatusDelayed(BaseModel):
-    """A flight that will leave late."""
-
     status: Literal["delayed"]
     estimated_departure_time_est: str
     estimated_arrival_time_est: str
 
 
 class FlightDataStatusFlying(BaseModel):
-    """A flight in the air."""
-
     status: Literal["flying"]
     actual_departure_time_est: str
     estimated_arrival_time_est: str
 
 
 class FlightDataStatusOnTime(BaseModel):
-    """A flight that will leave on time."""
-
     status: Literal["on time"]
     estimated_departure_time_est: str
     estimated_arrival_time_est: str
 
 
 class Flight(BaseModel):
-    """A flight number with its state on each day."""
-
     flight_number: str
     origin: str
     destination: str
@@ -148,8 +121,6 @@ class Flight(BaseModel):
 
 
 class ReservationFlight(BaseModel):
-    """A part of a journey."""
-
     flight_number: str
     origin: str
     destination: str
@@ -165,8 +136,6 @@ class FlightInfo(BaseModel):
 
 
 class User(BaseModel):
-    """A customer."""
-
     user_id: str
     name: Name
     address: Address
@@ -179,8 +148,6 @@ class User(BaseModel):
 
 
 class Reservation(BaseModel):
-    """A journey that was booked."""
-
     reservation_id: str
     user_id: str
     origin: str
@@ -198,8 +165,6 @@ class Reservation(BaseModel):
 
 
 class FlightDB(BaseModel):
-    """The airline's data."""
-
     model_config = ConfigDict(extra="forbid")
 
     flights: dict[str, Flight]
@@ -246,8 +211,6 @@ _DATE = "Date of the flight as 'YYYY-MM-DD', such as '2024-05-01'."
 
 
 class AirlineTools(Toolkit):
-    """The assistant's functions."""
-
     @tool(
         "write",
         "Books a reservation.",
@@ -499,7 +462,6 @@ class AirlineTools(Toolkit):
         raise ValueError("Too many reservations")
 
     def _bookable(self, leg: Any, cabin: str, passengers: int) -> ReservationFlight:
-        """The flight `leg` as a part of a reservation, if there are enough seats."""
         flight = self._existing("flights", leg.flight_number, "Flight {} not found")
         day = self._day(leg.flight_number, leg.date)
         if day["status"] != "available":

@@ -1,12 +1,9 @@
 """Data of a domain: loaded once, shared by all episodes; each episode overlays its changes.
 
-In: the content of a domain's file. Out: `Database`, one per episode and side, made in microseconds:
-nothing is copied until an episode changes it, and then only the changed record. The results of
-`table`, `get` and `rows` may be shared, so they are only read; those of `edit` and `edit_table`
-belong to this episode and may be changed.
-
-Hashes are those of tau2-bench: SHA-256 of the whole content as JSON with sorted keys, so that
-1, 1.0 and "1" differ and an absent field differs from null.
+Nothing is copied until an episode changes it, and then only the changed record. Results of `table`,
+`get` and `rows` may be shared, so they are only read; those of `edit` and `edit_table` may be
+changed. Hashes are tau2-bench's: SHA-256 of the content as JSON with sorted keys, so that 1, 1.0
+and "1" differ, and an absent field differs from null.
 """
 
 from __future__ import annotations
@@ -23,14 +20,8 @@ Record = dict[str, Any]
 
 
 class Base:
-    """The data of one side (assistant or user) of a domain, as in its file; never changed.
-
-    Args:
-        model: the schema; fields get its types, defaults and order.
-        content: the parsed file.
-        keyed: fields of `model` that map keys to records; changes to them are kept per record,
-            to all other fields as a whole.
-    """
+    """The data of one side of a domain, as in its file; never changed. `keyed` fields of the model
+    map keys to records, whose changes are kept one by one; other fields are kept as a whole."""
 
     def __init__(
         self, model: type[BaseModel], content: Mapping[str, Any], keyed: Collection[str] = ()
@@ -41,7 +32,6 @@ class Base:
 
     @cached_property
     def records_json(self) -> dict[str, dict[str, str]]:
-        """The JSON of every record of the keyed tables."""
         return {
             name: {key: canonical_json(record) for key, record in self.tables[name].items()}
             for name in self.tables
@@ -62,7 +52,6 @@ class Database:
         self._tables: dict[str, Any] = {}
 
     def table(self, name: str) -> Any:
-        """Returns the whole table `name`, to be read only."""
         if name in self._tables:
             return self._tables[name]
         try:
@@ -74,7 +63,6 @@ class Database:
         return {**base, **own} if own else base
 
     def get(self, name: str, key: Any) -> Record | None:
-        """Returns the record `key` of the keyed table `name`, to be read only, or None."""
         own = self._records.get(name)
         if own is not None and key in own:
             return own[key]
@@ -85,19 +73,16 @@ class Database:
         return found
 
     def rows(self, name: str) -> Iterable[Record]:
-        """The records of the keyed table `name`, to be read only, oldest first."""
         table: Mapping[str, Record] = self.table(name)
         return table.values()
 
     def edit(self, name: str, key: str) -> Record:
-        """The record `key`, which must exist, to be changed in place."""
         own = self._records.setdefault(name, {})
         if key not in own:
             own[key] = copied(self.base.tables[name][key])
         return own[key]
 
     def put(self, name: str, key: str, record: Record) -> None:
-        """Adds or replaces a record of a keyed table."""
         self._records.setdefault(name, {})[key] = record
 
     def edit_table(self, name: str) -> Any:
@@ -126,7 +111,6 @@ class Database:
                 self._tables[name] = valid[name]
 
     def content(self) -> dict[str, Any]:
-        """Returns all content, to be read only."""
         return {name: self.table(name) for name in self.base.tables}
 
     @property
@@ -158,7 +142,6 @@ class Database:
         return None if record is None else canonical_json(record)
 
     def computed_hash(self) -> str:
-        """The hash, computed whether or not anything was changed."""
         parts = (f"{json.dumps(name)}: {self._table_json(name)}" for name in sorted(self.content()))
         return hashlib.sha256(f"{{{', '.join(parts)}}}".encode()).hexdigest()
 
@@ -177,7 +160,6 @@ def canonical_json(value: Any) -> str:
 
 
 def hash_of(value: Any) -> str:
-    """tau2-bench's hash of any JSON value."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 

@@ -1,8 +1,6 @@
-"""Finds and reads the files of domains: a folder of tau2-bench's data, or an installed package.
-
-Domains are read once per process and folder. A folder may be tau2-bench's repository, its
-data/tau2, or one that holds the domains' folders itself; any file may be compressed (.gz).
-"""
+"""Finds and reads the files of domains, once per process: in tau2-bench's repository, its
+data/tau2, a folder of the domains' folders, or the package inspect_evals; any file may be
+compressed (.gz)."""
 
 from __future__ import annotations
 
@@ -28,24 +26,14 @@ from .telecom.domain import TELECOM, TELECOM_WORKFLOW
 from .world import Domain, DomainKind, Side
 
 _INSIDE = ("", "domains", "data/tau2/domains", "tau2/data/domains")
-"""Places in a folder where the domains' own folders may be."""
 
 
 def load_domain(kind: DomainKind, folder: Path, *, with_tasks: bool = True) -> Domain:
-    """Loads a domain from `folder`, which holds its files (db, policy, tasks, split_tasks).
-
-    Args:
-        with_tasks: read the last two.
-    """
     return _load(kind, folder.resolve(), with_tasks)
 
 
 def data_folder(name: str, data: Path | None) -> Path:
-    """The folder of tau2-bench's domain `name`.
-
-    Args:
-        data: where to look; unset: the data of the package inspect_evals, if it is installed.
-    """
+    """Looks in `data`; unset: in the package inspect_evals."""
     root = data or _package_data()
     if root is None:
         raise NotFoundError(
@@ -169,37 +157,22 @@ OWN: dict[str, DomainKind] = {
         ("mini_mock", MOCK),
     )
 }
-"""Our own: the same tools over invented data in tau/data/NAME, with different rules.
-
-What the tools have built in holds here too: an airline's day (2024-05-15), its airports, 50 dollars
-for a bag. Prices of the shop are multiples of a quarter dollar, so that sums of them are exact in
-whatever order they are made. Besides tau2-bench's fields each task has a `user_script`, for a
-customer without a model: rules of which the first match is followed, each `{"if": pattern in the
-assistant's last text (case-insensitive) or "always", "calls": [{"name", "arguments"}] of the
-customer's own tools (optional), "say": the customer's text after them, in which {result} is
-replaced by the last call's result}`.
-"""
+"""Our own: the same tools over invented data in tau/data/NAME, with different rules. What the tools
+have built in holds here too: an airline's day (2024-05-15), its airports, 50 dollars for a bag.
+Prices are multiples of a quarter dollar, so that sums are exact in any order. Each task has a
+`user_script` for a customer without a model (see `speaking`)."""
 
 SHIPPED = Path(__file__).parents[1] / "data"
 
 
 def find_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Domain:
-    """Loads the domain `name` of either kind.
-
-    Args:
-        data: the folder of tau2-bench's data; unset: those of the package inspect_evals.
-        with_tasks: with tasks and splits; conversations do not need them.
-    """
+    """Conversations do not need tasks and splits."""
     if name in OWN:
         return load_domain(OWN[name], SHIPPED / name, with_tasks=with_tasks)
     return tau2_domain(name, data, with_tasks=with_tasks)
 
 
 def tau2_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Domain:
-    """Loads tau2-bench's domain `name` with its data.
-
-    Args as in `find_domain`.
-    """
     if name not in KINDS:
         known = ", ".join([*OWN, *KINDS])
         raise InputError(f"There is no domain {name!r}.", hint=f"There are {known}.")

@@ -1,7 +1,5 @@
-"""tau2-bench's domain `mock`: a to-do list, and a customer with an inbox of notifications.
-
-Names, parameters and outcomes are those of src/tau2/domains/mock there.
-"""
+"""tau2-bench's domain `mock`: a to-do list, and a customer with an inbox; as
+src/tau2/domains/mock."""
 
 from __future__ import annotations
 
@@ -17,8 +15,6 @@ TaskStatus = Literal["pending", "completed"]
 
 
 class Task(BaseModel):
-    """An item of the list."""
-
     task_id: str
     title: str
     description: str | None = None
@@ -26,16 +22,12 @@ class Task(BaseModel):
 
 
 class User(BaseModel):
-    """Somebody who has tasks."""
-
     user_id: str
     name: str
     tasks: list[str]
 
 
 class MockDB(BaseModel):
-    """The assistant's data."""
-
     model_config = ConfigDict(extra="forbid")
 
     tasks: dict[str, Task]
@@ -43,8 +35,6 @@ class MockDB(BaseModel):
 
 
 class Notification(BaseModel):
-    """A message in the customer's inbox."""
-
     model_config = ConfigDict(extra="forbid")
 
     notification_id: str
@@ -54,16 +44,12 @@ class Notification(BaseModel):
 
 
 class MockUserDB(BaseModel):
-    """The customer's data."""
-
     model_config = ConfigDict(extra="forbid")
 
     notifications: dict[str, Notification] = {}
 
 
 class MockTools(Toolkit):
-    """The assistant's functions."""
-
     @tool(
         "write",
         "Adds a task to the list of a user.",
@@ -111,8 +97,6 @@ class MockTools(Toolkit):
 
 
 class MockUserTools(Toolkit):
-    """The customer's functions."""
-
     @tool("read", "Shows all notifications of your inbox.")
     def check_notifications(self) -> list[DatabaseRow]:
         return [DatabaseRow(notification) for notification in self.db.rows("notifications")]

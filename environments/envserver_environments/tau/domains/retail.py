@@ -1,10 +1,7 @@
-"""tau2-bench's domain `retail`: a shop's orders, exchanges, returns and addresses.
-
-Names, parameters, checks and their order, outcomes and the words of errors are those of
-src/tau2/domains/retail/tools.py, quirks included (they are in the expected hashes):
-`modify_pending_order_items` gives every item price and options of the *last* new one, its payment
-is not rounded, and `exchange_delivered_order_items` sorts the two lists of items separately.
-"""
+"""tau2-bench's domain `retail`. Names, parameters, checks and their order, outcomes and the words
+of errors are those of src/tau2/domains/retail/tools.py, quirks included (they are in the expected
+hashes): `modify_pending_order_items` gives every item price and options of the *last* new one, its
+payment is not rounded, and `exchange_delivered_order_items` sorts the two lists separately."""
 
 from __future__ import annotations
 
@@ -32,8 +29,6 @@ Status = Literal[
 
 
 class Variant(BaseModel):
-    """One version of a product, which can be bought."""
-
     item_id: str
     options: dict[str, str]
     available: bool
@@ -41,23 +36,17 @@ class Variant(BaseModel):
 
 
 class Product(BaseModel):
-    """A kind of goods and its variants by item id."""
-
     name: str
     product_id: str
     variants: dict[str, Variant]
 
 
 class UserName(BaseModel):
-    """The name of a customer."""
-
     first_name: str
     last_name: str
 
 
 class UserAddress(BaseModel):
-    """A delivery address."""
-
     address1: str
     address2: str
     city: str
@@ -67,8 +56,6 @@ class UserAddress(BaseModel):
 
 
 class CreditCard(BaseModel):
-    """A way to pay."""
-
     source: Literal["credit_card"]
     id: str
     brand: str
@@ -76,23 +63,17 @@ class CreditCard(BaseModel):
 
 
 class Paypal(BaseModel):
-    """A way to pay."""
-
     source: Literal["paypal"]
     id: str
 
 
 class GiftCard(BaseModel):
-    """A way to pay that has a balance."""
-
     source: Literal["gift_card"]
     id: str
     balance: float
 
 
 class User(BaseModel):
-    """A customer."""
-
     user_id: str
     name: UserName
     address: UserAddress
@@ -102,8 +83,6 @@ class User(BaseModel):
 
 
 class OrderItem(BaseModel):
-    """A thing that was ordered."""
-
     name: str
     product_id: str
     item_id: str
@@ -112,23 +91,17 @@ class OrderItem(BaseModel):
 
 
 class OrderFulfillment(BaseModel):
-    """A parcel."""
-
     tracking_id: list[str]
     item_ids: list[str]
 
 
 class OrderPayment(BaseModel):
-    """Money that went one way or the other."""
-
     transaction_type: Literal["payment", "refund"]
     amount: float
     payment_method_id: str
 
 
 class Order(BaseModel):
-    """A customer's order and its state."""
-
     order_id: str
     user_id: str
     address: UserAddress
@@ -146,8 +119,6 @@ class Order(BaseModel):
 
 
 class RetailDB(BaseModel):
-    """The shop's data."""
-
     model_config = ConfigDict(extra="forbid")
 
     products: dict[str, Product]
@@ -177,8 +148,6 @@ _ADDRESS: Any = {
 
 
 class RetailTools(Toolkit):
-    """The assistant's functions."""
-
     @calculation
     def calculate(self, expression: str) -> str:
         return calculate(expression)

@@ -1,9 +1,8 @@
 """Declares a domain's tools, and formats results for a model.
 
-A toolkit is a class whose methods are the functions of one side of a domain. Those marked by
-`@tool` may be called by a model; the others serve the set-up of tasks and their assertions. Names
-of classes, methods and parameters are tau2-bench's, since the model reads Python's own messages
-about a wrong call ("RetailTools.f() missing 1 required positional argument: 'a'").
+Methods marked by `@tool` may be called by a model; the others serve the set-up of tasks and their
+assertions. Names of classes, methods and parameters are tau2-bench's: the model reads Python's own
+messages ("RetailTools.f() missing 1 required positional argument: 'a'").
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from .database import Database, Record
 
 Requestor = Literal["assistant", "user"]
 Kind = Literal["read", "write", "think", "generic"]
-"""The kind of a tool, for people: only `write` tools change data, unless `mutates` says otherwise.
-"""
+"""For people's information: only `write` tools change data, unless `mutates` says otherwise."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -38,8 +36,6 @@ class DatabaseRow:
 
 @dataclass(frozen=True)
 class ToolInfo:
-    """A tool as models and evaluations know it."""
-
     name: str
     kind: Kind
     mutates: bool
@@ -68,8 +64,7 @@ def tool(
     """Marks a method of a toolkit as a tool.
 
     Args:
-        description: for the model.
-        mutates: does it change data, so that an evaluation must replay it? Unset: if it is `write`.
+        mutates: it changes data, so that an evaluation must replay it; unset: if it is `write`.
         types: parameters whose type in the schema is another one than their annotation.
         parameters: description of each parameter, for the model.
     """
@@ -97,8 +92,6 @@ calculation = tool(
 
 
 class Toolkit:
-    """The functions of one side of a domain over its data."""
-
     def __init__(self, db: Database) -> None:
         self.db = db
 
@@ -110,7 +103,6 @@ class Toolkit:
         return _TOOLS[cls]
 
     def use(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Calls a tool."""
         if name not in self.tools():
             raise ValueError(f"Tool '{name}' not found.")
         return getattr(self, name)(**arguments)
@@ -163,11 +155,8 @@ def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> dict[str
 
 
 def result_text(result: Any) -> str:
-    """A tool's result as the model reads it.
-
-    Strings stay as they are. Records (`DatabaseRow`, pydantic models) become JSON with all their
-    fields; in other values numbers and booleans become strings, as in tau2-bench.
-    """
+    """The result as the model reads it: strings as they are, records as JSON with all their fields;
+    in other values numbers and booleans become strings, as in tau2-bench."""
     return result if isinstance(result, str) else json.dumps(_shown(result), default=str)
 
 

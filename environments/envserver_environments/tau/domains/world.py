@@ -1,10 +1,5 @@
-"""The world of one episode: both sides' tools over their data, and the effects of calls.
-
-A `DomainKind` is the fixed part of a domain (tools, schemas of its data); a `Domain` is a kind with
-data, policy and tasks, loaded once (`loading.py`); a `World` is the state of one episode, made in
-microseconds. A model's call never raises: an error becomes the result's text, "Error: ..." in the
-words of tau2-bench.
-"""
+"""The world of one episode: both sides' tools over their data. A model's call never raises: an
+error becomes the result's text, "Error: ..." in the words of tau2-bench."""
 
 from __future__ import annotations
 
@@ -20,80 +15,53 @@ from .toolkit import Requestor, ToolInfo, Toolkit, result_text
 
 @dataclass(frozen=True)
 class Side:
-    """The tools of one side and what their data look like.
-
-    Args:
-        toolkit: its functions.
-        model: the shape of its data.
-        keyed: fields of `model` that map keys to records (see `Base`).
-        file: where the data are, without extension: `db` is db.json, db.json.gz or db.toml.
-    """
+    """The tools of one side and what their data look like."""
 
     toolkit: type[Toolkit]
     model: type[BaseModel]
-    keyed: tuple[str, ...]
-    file: str = "db"
+    keyed: tuple[str, ...]  # see `Base`
+    file: str = "db"  # without extension: `db` is db.json, db.json.gz or db.toml
 
 
 @dataclass(frozen=True)
 class DomainKind:
-    """The fixed part of a domain.
-
-    Args:
-        agent: the assistant's side.
-        user: the customer's side, if it has tools.
-        sync: called with both toolkits after every call by a model (and after each step of the
-        set-up), to carry one side's changes over to the other.
-        policy_parts: (tag, file) of the parts of a policy of several files; each is put between
-        `<tag>` and `</tag>`.
-        folder: its folder among tau2-bench's domains; empty: its name.
-    """
+    """The fixed part of a domain."""
 
     name: str
-    agent: Side
-    user: Side | None = None
+    agent: Side  # the assistant's side
+    user: Side | None = None  # the customer's, if it has tools
     sync: Callable[[Any, Any], None] | None = None
     policy_file: str = "policy.md"
     policy_parts: tuple[tuple[str, str], ...] = ()
-    folder: str = ""
+    folder: str = ""  # among tau2-bench's domains; empty: its name
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain with its data; shared by all episodes.
-
-    Args:
-        tasks: by id, in the order of the file, in tau2-bench's format.
-        splits: ids of the tasks of each split.
-    """
+    """A domain with its data; shared by all episodes."""
 
     kind: DomainKind
     agent_base: Base
     user_base: Base | None
     policy: str
     tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    splits: Mapping[str, list[str]] = field(default_factory=dict)
+    splits: Mapping[str, list[str]] = field(default_factory=dict)  # ids of the tasks of each split
 
     @property
     def name(self) -> str:
         return self.kind.name
 
     def world(self) -> World:
-        """A fresh one, as the data file has it."""
         return World(self)
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result of a call, as the model reads it."""
-
     content: str
     error: bool
 
 
 class World:
-    """The state of one episode."""
-
     def __init__(self, domain: Domain) -> None:
         self.domain = domain
         kind = domain.kind
@@ -142,10 +110,8 @@ class World:
         return None
 
     def merge_data(self, agent: Mapping[str, Any] | None, user: Mapping[str, Any] | None) -> None:
-        """Lays a task's own data over the domain's.
-
-        As in tau2-bench, where both sides have data, the one that is given then serves both sides.
-        """
+        """As in tau2-bench, where both sides have data, the one that is given then serves both
+        sides."""
         if agent is not None:
             self.agent.db.merge(agent)
             if self.user is not None:
@@ -161,7 +127,6 @@ class World:
         return None if self.user is None else self.user.db.hash()
 
     def same_as(self, other: World) -> bool:
-        """Do both sides' data have the same hashes as `other`'s?"""
         if not self.agent.db.same_as(other.agent.db):
             return False
         if self.user is None or other.user is None:

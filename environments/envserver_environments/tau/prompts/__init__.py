@@ -5,33 +5,29 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from envserver_environments.demonstrations import prompt_beside
 
 from ..episodes import GREETING
 from ..tasks import TauMessage
 
+_text = functools.partial(prompt_beside, __file__)
 _SCENARIO = {
     "reason_for_call": "Why you write",
     "known_info": "What you know",
     "unknown_info": "What you do not know",
     "task_instructions": "How you behave",
 }
-"""Parts of a scenario, in the order of the prompt."""
 
 
 def agent_prompt(policy: str, context: str = "") -> str:
-    """The assistant's system prompt.
-
-    Args:
-        context: what else it is to know, where a person gives something.
-    """
+    """`context` is what a person wants it to know besides."""
     prompt = _text("agent").format(greeting=GREETING, policy=policy.strip())
     return f"{prompt}\n\n{_text('context').format(context=context.strip())}" if context else prompt
 
 
 def text_prompt() -> str:
-    """Instructions for an assistant without tool calls; the list of its tools follows."""
     return _text("text")
 
 
@@ -67,15 +63,9 @@ def judge_messages(
 
 
 def _shown(message: TauMessage) -> str:
-    """A line or more of the conversation; calls and their results are shown, too."""
     if message["role"] == "tool":
         return f"result for the {message['requestor']}: {message['content']}"
     if message.get("tool_calls"):
         calls = [[call["name"], call["arguments"]] for call in message["tool_calls"]]
         return f"{message['role']} calls: {json.dumps(calls, ensure_ascii=False)}"
     return f"{message['role']}: {message['content']}"
-
-
-@functools.cache
-def _text(name: str) -> str:
-    return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()

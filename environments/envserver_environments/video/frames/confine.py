@@ -1,8 +1,8 @@
 """Confines the calling process: it computes on what it has open, and can reach nothing else.
 
-A decoder of hostile files may be made to run code of the file. Here that code finds no file, no
-network, no other process and no clock to set: the kernel refuses every call that is not listed.
-Imports nothing of this project, since it runs before the rest of it could.
+A decoder of hostile files may be made to run code of the file: that code finds no file, network,
+other process or clock to set, as the kernel refuses every call that is not listed. Imports nothing
+of this project, since it runs before the rest of it could.
 """
 
 from __future__ import annotations

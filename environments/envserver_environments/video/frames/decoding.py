@@ -1,8 +1,7 @@
 """Decodes frames of one video: a program of its own, `python -I decoding.py REQUEST < video`.
 
-In: REQUEST as JSON (fields of `Request`), the file as standard input. Out: one line of JSON,
-`{"seconds", "frames": [{"time", "bytes"}]}` or `{"error"}`, and then the frames as JPEG, one after
-the other. Before the file is touched the process is confined: see `confine.py`.
+Out: one line of JSON, `{"seconds", "frames": [{"time", "bytes"}]}` or `{"error"}`, and then the
+frames as JPEG. Before the file is touched the process is confined: see `confine.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ CONTAINERS = (
     *("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "avi", "mpegts", "mpeg", "flv", "ogg", "asf"),
     *("mpegvideo", "gif", "jpeg_pipe", "png_pipe", "webp_pipe", "bmp_pipe"),
 )
-"""FFmpeg's names of the formats that are read: none that is text or names other files. The last
-four are single pictures."""
+"""FFmpeg's formats that are read: none that is text or names other files. The last four are single
+pictures."""
 _NEAR_SECONDS = 4.0
 """How far ahead frames are decoded one by one rather than looked for."""
 _ROUNDING = 1e-3
@@ -33,24 +32,15 @@ _MOST_SECONDS = 1e6
 
 @dataclass(frozen=True)
 class Request:
-    """A request for frames of one video.
+    """A request for frames of one video."""
 
-    Args:
-        start, end: of the part, in seconds; end None: the video's.
-        count: maximum number of frames.
-        every: seconds from one to the next, where that is not more than `count`; None: evenly.
-        side: longest side of a frame in pixels; smaller ones stay as they are.
-        max_pixels: maximum width times height in the file.
-        cpu_seconds, memory_mb: limits of the process.
-    """
-
-    start: float
-    end: float | None
-    count: int
+    start: float  # of the part, in seconds
+    end: float | None  # None: the video's
+    count: int  # maximum number of frames
     every: float | None
-    side: int
-    max_pixels: int
-    cpu_seconds: int
+    side: int  # longest side of a frame in pixels; smaller ones stay as they are
+    max_pixels: int  # maximum width times height in the file
+    cpu_seconds: int  # limit of the process
     memory_mb: int
 
 
@@ -59,8 +49,7 @@ class Refused(Exception):
 
 
 def moments(seconds: float, request: Request) -> list[float]:
-    """Returns the times of the frames: the part is cut in pieces, and the middle of each is
-    shown."""
+    """The part is cut in pieces, and the middle of each is shown."""
     end = min(seconds, request.end if request.end is not None else seconds)
     start = min(request.start, end)
     count = request.count
@@ -116,8 +105,7 @@ class Video:
         return found
 
     def frame(self, time: float) -> tuple[float, Any] | None:
-        """Returns the first frame at `time` or later, or the last one, with its time; None: none
-        can be decoded there."""
+        """The first frame at `time` or later, or the last one, with its time."""
         if 0 <= time - self._at < _NEAR_SECONDS:
             return self._next(time)
         found = None

@@ -1,9 +1,8 @@
 """The service `frames`: frames of a task's video file, as images for a conversation.
 
-In: a part of the video (`t0`, `t1`). Out: `{"seconds", "frames": [{"time", "url"}]}`. Each part of
-a file is decoded once for all rollouts, in a confined process with limits (`decoding.py`); frames
-are kept up to a number of bytes. A file that cannot be shown raises ServiceError: its rollouts are
-dropped, since no model is at fault.
+Each part of a file is decoded once for all rollouts, in a confined process with limits
+(`decoding.py`); frames are kept up to a number of bytes. A file that cannot be shown raises
+ServiceError: its rollouts are dropped, since no model is at fault.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from .decoding import Request, moments
 
 SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".ts", ".mpg", ".flv", ".ogv", ".wmv")
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
-"""Suffixes of the pictures that a folder may have instead of a video."""
 _PROGRAM = Path(__file__).with_name("decoding.py")
 _MOST_HEAD = 1 << 16
 _MOST_BYTES_A_PIXEL = 3
@@ -112,7 +110,6 @@ class FrameStore:
         return {"frames_decoded": float(self._decoded_parts)}
 
     async def answer(self, arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        """Answers a request for the frames of a part of the task's video."""
         t0, t1 = arguments.get("t0", 0.0), arguments.get("t1")
         if not _is_time(t0) or not (t1 is None or (_is_time(t1) and t1 >= t0)):
             raise InputError("t0 and t1 are seconds from the start, t1 not before t0.")
@@ -127,9 +124,7 @@ class FrameStore:
             ) from broken
 
     async def frames(self, name: str, t0: float, t1: float | None) -> Shown:
-        """Returns frames of the seconds `t0` to `t1` of a file, or a folder of pictures, of the
-        folder.
-        """
+        """Frames from second `t0` to `t1` of a video, a file or a folder of pictures."""
         if pictures := pictures_in(self._folder / name):
             return await self._pictures(pictures, t0, t1)
         with _opened(self._folder, name, self._file_bytes) as (descriptor, identity):
@@ -176,7 +171,6 @@ class FrameStore:
 
 
 def require_av() -> None:
-    """Raises ConfigError where PyAV is not installed."""
     if importlib.util.find_spec("av") is None:
         raise ConfigError(
             "Frames of video files need the package av.", hint=missing_module_hint("av")

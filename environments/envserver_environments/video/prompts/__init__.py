@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from envserver_environments.demonstrations import prompt_beside
 from envserver_environments.video.context import VideoContext, stamp
 
 _NAMES = {"captions": "captions", "transcript": "a transcript", "scene_graph": "scene graphs"}
@@ -14,10 +14,7 @@ _LETTER_RULE = "Answer with the letter of the right option."
 _SHORT_RULE = "Answer in a few words."
 
 
-@functools.cache
-def system_prompt(name: str) -> str:
-    """The system prompt of a role."""
-    return (Path(__file__).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
+system_prompt = functools.partial(prompt_beside, __file__)
 
 
 def question(public: dict[str, Any]) -> str:

@@ -11,10 +11,8 @@ from .tools_user import TelecomUserTools
 
 
 def sync(company: TelecomTools, phone: TelecomUserTools) -> None:
-    """Carries over line, usage and payments between the company's records and the phone.
-
-    A phone without a number belongs to no customer: nothing is carried over.
-    """
+    """Carries over line, usage and payments between the company's records and the phone; a phone
+    without a number belongs to no customer."""
     around = phone.surroundings
     if around["phone_number"] is None:
         return
@@ -47,7 +45,6 @@ TELECOM = DomainKind(
     ),
     folder="telecom",
 )
-"""With technical support by manual: the meaning of each setting of the phone."""
 
 TELECOM_WORKFLOW = replace(
     TELECOM,
@@ -57,4 +54,3 @@ TELECOM_WORKFLOW = replace(
         ("tech_support_policy", "tech_support_workflow.md"),
     ),
 )
-"""With technical support by workflow: the steps in order."""

@@ -1,9 +1,6 @@
-"""Schemas of the company's database and the customer's phone.
-
-In: the parsed `db.toml` and `user_db.toml` of tau2-bench (or of a mini domain in the same form).
-Out: their fields with types, defaults and order, which is the order in which results show them.
-Formats and names: tau2-bench, commit a2c0247, data/tau2/domains/telecom (MIT, Sierra Research).
-"""
+"""Schemas of the company's database and the customer's phone. Names, defaults and order:
+tau2-bench, commit a2c0247, data/tau2/domains/telecom (MIT, Sierra Research); results show them in
+this order."""
 
 from __future__ import annotations
 
@@ -39,7 +36,6 @@ class PaymentMethod(_Record):
     method_type: Literal["Credit Card", "Debit Card", "PayPal"]
     account_number_last_4: str
     expiration_date: str
-    """MM/YYYY."""
 
 
 class Customer(_Record):
@@ -74,8 +70,6 @@ class Line(_Record):
 
 
 class LineItem(_Record):
-    """One position of a bill; `amount` in dollars."""
-
     description: str
     amount: float
     date: date
@@ -95,8 +89,6 @@ class Bill(_Record):
 
 
 class Device(_Record):
-    """A device as the company's database knows it."""
-
     device_id: str
     device_type: Literal["phone", "tablet", "router", "watch", "other"]
     model: str
@@ -108,8 +100,6 @@ class Device(_Record):
 
 
 class TelecomDB(_Record):
-    """The company's side."""
-
     plans: list[Plan] = []
     customers: list[Customer] = []
     lines: list[Line] = []
@@ -171,8 +161,6 @@ class App(_Record):
 
 
 class Handset(_Record):
-    """The phone in the customer's hand."""
-
     sim_card_status: SimStatus = "active"
     sim_card_missing: bool = False
     airplane_mode: bool = False
@@ -198,16 +186,12 @@ class Handset(_Record):
 
 
 class PaymentRequest(_Record):
-    """A bill that the customer is asked to pay; `amount_due` in dollars."""
-
     bill_id: str
     amount_due: float
     paid: bool = False
 
 
 class Surroundings(_Record):
-    """The customer's location, and the company's settings that affect the phone."""
-
     name: str | None = None
     phone_number: str | None = None
     is_abroad: bool = False
@@ -224,7 +208,5 @@ class Surroundings(_Record):
 
 
 class TelecomUserDB(_Record):
-    """The customer's side."""
-
     device: Handset = Handset()
     surroundings: Surroundings = Surroundings()

@@ -1,9 +1,6 @@
-"""The customer's phone: what can be done to it, without words about it.
-
-Every function changes the episode's own data only. Where a change can alter the connection, the
-phone searches for the network again; that is so for exactly those changes that do it in
-tau2-bench's domain telecom (MIT), since the outcome is part of its hashes.
-"""
+"""The customer's phone: what can be done to it, without words about it. A change makes the phone
+search for the network again exactly where it does in tau2-bench's domain telecom (MIT): the outcome
+is part of its hashes."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ TECHNOLOGY_BY_MODE = {"4g_only": "4G", "3g_only": "3G", "2g_only": "2G"}
 
 @dataclass(frozen=True)
 class Registration:
-    """The phone's connection to the cellular network."""
-
     connection: str
     technology: str
     signal: str
@@ -50,7 +45,6 @@ def sim_status(device: Record) -> str:
 
 
 def registration(device: Record, surroundings: Record) -> Registration:
-    """Returns the result of a search for the network."""
     reachable = (
         sim_status(device) == "active"
         and not device["airplane_mode"]
@@ -67,7 +61,6 @@ def registration(device: Record, surroundings: Record) -> Registration:
 
 
 def has_data(device: Record, surroundings: Record) -> bool:
-    """Does mobile data work?"""
     in_service = (
         not device["airplane_mode"]
         and device["network_signal_strength"] != "none"
@@ -99,7 +92,6 @@ def speed(device: Record, surroundings: Record) -> Speed | None:
 
 
 def can_send_mms(device: Record, surroundings: Record) -> bool:
-    """Can the messaging app send picture messages?"""
     app = device["app_statuses"].get("messaging")
     over_wifi = device["wifi_calling_enabled"] and device["wifi_calling_mms_over_wifi"]
     return (
@@ -119,30 +111,23 @@ HOME_VPN = VpnDetails(
 
 
 class Phone(Toolkit):
-    """The state of phone and surroundings, and its changes."""
-
     @property
     def device(self) -> Record:
-        """The phone, to be read only."""
         found: Record = self.db.table("device")
         return found
 
     @property
     def surroundings(self) -> Record:
-        """Returns the phone's surroundings, to be read only."""
         found: Record = self.db.table("surroundings")
         return found
 
     def change(self, **fields: Any) -> None:
-        """Sets fields of the phone."""
         self.db.edit_table("device").update(fields)
 
     def surround(self, **fields: Any) -> None:
-        """Sets fields of the surroundings."""
         self.db.edit_table("surroundings").update(fields)
 
     def simulate_network_search(self) -> None:
-        """Connects to the network as far as the state of things allows."""
         found = registration(self.device, self.surroundings)
         self.change(
             network_connection_status=found.connection,
@@ -167,7 +152,6 @@ class Phone(Toolkit):
         self.simulate_network_search()
 
     def switch_wifi(self, on: bool) -> None:
-        """Sets the Wi-Fi radio; without it there is no Wi-Fi connection."""
         self.change(wifi_enabled=on)
         if not on:
             self.change(wifi_connected=False, wifi_ssid=None, wifi_signal_strength="none")
@@ -177,7 +161,6 @@ class Phone(Toolkit):
         self.simulate_network_search()
 
     def use_apn(self, settings: Mapping[str, Any]) -> None:
-        """Replaces the APN settings."""
         self.change(active_apn_settings=APNSettings.model_validate(settings).model_dump())
         self.simulate_network_search()
 
@@ -197,7 +180,6 @@ class Phone(Toolkit):
         self.change(vpn_connected=False, vpn_details=None)
 
     def permit(self, app_name: str, permission: str, allowed: bool) -> None:
-        """Grants or revokes a permission of an app."""
         app = self.db.edit_table("device")["app_statuses"][app_name]
         app["permissions"][permission] = allowed
 
@@ -214,8 +196,6 @@ SIM_LOCKS = {"pin": "locked_pin", "puk": "locked_puk"}
 
 
 class PhoneSetup(Phone):
-    """Steps of the set-up, and assertions; these give booleans."""
-
     def set_user_info(self, name: str, phone_number: str) -> None:
         """Whose phone it is: the sync with the company's side goes by its number."""
         self.surround(name=name, phone_number=phone_number)
@@ -257,7 +237,6 @@ class PhoneSetup(Phone):
         self.seat_sim(False)
 
     def lock_sim_card(self, mode: str) -> None:
-        """Args: mode: `pin` or `puk`."""
         self.change(sim_card_status=SIM_LOCKS[mode])
         self.simulate_network_search()
 
@@ -319,7 +298,6 @@ _SPEEDS = {
 
 
 def status_bar(device: Record) -> str:
-    """The icons at the top of the screen."""
     icons = ["✈️ Airplane Mode"] if device["airplane_mode"] else _cellular_icons(device)
     if device["wifi_connected"]:
         icons.append(f"📡 Connected to {device['wifi_ssid'] or 'Wi-Fi'}")
@@ -332,7 +310,6 @@ def status_bar(device: Record) -> str:
 
 
 def network_status(device: Record) -> str:
-    """Describes the connections, a line each."""
     lines = {
         "Airplane Mode": _on_off(device["airplane_mode"]),
         "SIM Card Status": "missing" if device["sim_card_missing"] else device["sim_card_status"],
@@ -390,7 +367,6 @@ def vpn(device: Record) -> str:
 
 
 def app(state: Record) -> str:
-    """Describes an app and its permissions."""
     return f"App '{state['app_name']}' is installed.\n{permissions(state)}"
 
 
@@ -402,7 +378,6 @@ def permissions(state: Record) -> str:
 
 
 def now(what: str, on: bool) -> str:
-    """The outcome of a switch."""
     return f"{what} is now {_on_off(on)}."
 
 

@@ -1,8 +1,6 @@
-"""The assistant's tools: look-ups and changes by a support agent of the phone company.
-
-Names, parameters and outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the
-descriptions are original.
-"""
+"""The assistant's tools: look-ups and changes by a support agent of the phone company. Names,
+parameters and outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the
+descriptions are original."""
 
 from __future__ import annotations
 
@@ -34,10 +32,7 @@ _LABELS = {
 
 
 class Accounts(Toolkit):
-    """The company's records of one episode."""
-
     def found(self, table: str, record_id: str) -> Record:
-        """Returns the record `record_id` of `table`, to be read only."""
         label, field = _LABELS[table]
         for record in self.db.table(table):
             if record[field] == record_id:
@@ -51,14 +46,12 @@ class Accounts(Toolkit):
         return self.found(table, record_id)
 
     def line_of(self, customer_id: str, line_id: str) -> Record:
-        """Returns a line of that customer, to be read only."""
         customer = self.found("customers", customer_id)
         if line_id not in customer["line_ids"]:
             raise ValueError(f"Line {line_id} not found for customer {customer_id}")
         return self.found("lines", line_id)
 
     def line_by_number(self, phone_number: str) -> Record:
-        """Returns the line with that number, to be read only."""
         for line in self.db.table("lines"):
             if line["phone_number"] == phone_number:
                 return line  # type: ignore[no-any-return]
@@ -98,7 +91,6 @@ class Accounts(Toolkit):
         bill["total_due"] = round(bill["total_due"] + dollars, 2)
 
     def add_bill(self, bill: Bill) -> None:
-        """Adds a bill to the database and to its customer."""
         self.db.edit_table("bills").append(bill.model_dump())
         self.edited("customers", bill.customer_id)["bill_ids"].append(bill.bill_id)
 
@@ -126,8 +118,6 @@ ENDED_CONTRACT = date(2025, 1, 31)
 
 
 class AccountSetup(Accounts):
-    """Steps of the set-up, and assertions; these give booleans."""
-
     def set_data_usage(self, customer_id: str, line_id: str, data_used_gb: float) -> None:
         self.line_of(customer_id, line_id)
         self.edited("lines", line_id)["data_used_gb"] = data_used_gb
@@ -135,11 +125,7 @@ class AccountSetup(Accounts):
     def suspend_line_for_overdue_bill(
         self, customer_id: str, line_id: str, new_bill_id: str, contract_ended: bool
     ) -> None:
-        """Suspends a line, with a new overdue bill of its plan's price as the reason.
-
-        Args:
-            contract_ended: its contract has also run out.
-        """
+        """Adds a new overdue bill of the plan's price as the reason."""
         line = self.line_of(customer_id, line_id)
         if line["status"] != "Active":
             raise ValueError("Line must be active to suspend for unpaid bill")
@@ -188,8 +174,6 @@ _TABLES = {"L": "lines", "D": "devices", "B": "bills", "C": "customers", "P": "p
 
 
 class TelecomTools(AccountSetup):
-    """The assistant's functions."""
-
     @tool(
         "read",
         "Finds the customer to whom a phone number belongs: his own one or one of his lines'.",

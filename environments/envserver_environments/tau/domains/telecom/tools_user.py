@@ -1,8 +1,6 @@
-"""The customer's tools: what he can look up and change on his own phone.
-
-Names, parameters and outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the
-descriptions are ours. Whatever changes the phone answers with its status bar after the change.
-"""
+"""The customer's tools: what can be looked up and changed on the phone. Names, parameters and
+outcomes are those of tau2-bench's domain telecom (MIT, Sierra Research); the descriptions are
+ours."""
 
 from __future__ import annotations
 
@@ -19,8 +17,6 @@ _MODES = [mode.value for mode in NetworkModePreference]
 
 
 class TelecomUserTools(PhoneSetup):
-    """The customer's functions."""
-
     @tool(
         "read",
         "Shows the icons at the top of your phone's screen: signal, mobile data, data saver, "
