@@ -1,7 +1,6 @@
 """The records and errors shared by both sides of the wire.
 
-`envserver` and `envserver_clients` take both from here; this package imports neither. The names
-are imported when first used: settings and workers do without numpy, which records of tokens need.
+Names are imported when first used: settings and workers do without numpy, which records need.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ _HOMES = {
         "TurnReward",
     },
 }
-"""Modules that do without numpy, and their names."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,7 @@
 """Trackers of experiments: W&B, Trackio, MLflow, TensorBoard, JSON lines, behind four calls.
 
-In: settings, numbers by step, rows of rollouts. Out: a run in each tracker, which works without
-network unless the user logged in or set an address. Packages are imported when a tracker is opened.
-Invariants: steps that go back never reach a tracker; a number that is not finite is left out.
+They work without network unless the user logged in or set an address. Invariants: steps that go
+back never reach a tracker; a number that is not finite is left out.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ Row = Mapping[str, str | float | int | None]
 
 
 class Tracker(Protocol):
-    """A run in a tracker."""
-
     def config(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings of the run, without secrets; once, before anything else."""
 
@@ -41,23 +38,18 @@ class Tracker(Protocol):
         """Writes numbers; steps ascend."""
 
     def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Adds rows to the table of rollouts."""
+        """Adds rows, at least one, to the table of rollouts."""
 
-    def close(self) -> None:
-        """Ends the run."""
+    def close(self) -> None: ...
 
 
 def open_tracker(
     name: TrackerName, *, project: str, run: str, folder: Path, step: int = 0
 ) -> Tracker:
-    """Opens a run.
+    """Opens a run. Raises ConfigError: the package is not installed.
 
-    Args:
-        folder: where files are written that the tracker has no place of its own for.
-        step: the last step that counts of an earlier run with this name.
-
-    Raises:
-        ConfigError: the package is not installed.
+    `folder`: for files of trackers without a place of their own. `step`: the last step that counts
+    of an earlier run with this name.
     """
     if name == "jsonl":
         return JsonLinesTracker(folder / f"{run}.jsonl")
@@ -273,7 +265,7 @@ def _markdown(rows: Sequence[Row]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Returns a value as a cell of Markdown: text of a model is no markup."""
+    """Text of a model is not markup."""
     text = "" if value is None else str(value)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace("\\", "\\\\")
     text = "".join(f"\\{one}" if one in "|`*_[]#" else one for one in text)
