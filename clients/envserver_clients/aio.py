@@ -115,7 +115,6 @@ class EnvClient(OnDemand):
         return self
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Starts a task that runs until it ends or the client is closed."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -325,8 +324,8 @@ class EnvClient(OnDemand):
         await self._close_lease("nack", batch, reason=reason)
 
     async def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Takes groups that cannot be used out of the batch: they are never delivered again.
-        Train on the others, and acknowledge the batch as usual.
+        """Takes groups that cannot be used out of the batch: they are never delivered again. The
+        batch is acknowledged as usual.
         """
         ids = list(group_ids)
         call = self._calls.on_lease("nack", _lease_id(batch), group_ids=ids, reason=reason)
@@ -347,7 +346,6 @@ class EnvClient(OnDemand):
         return float(object_of(await self._send(call))["expires_at"])
 
     async def _keep(self, seconds: float) -> None:
-        """Extends the open leases periodically until cancelled."""
         while True:
             await asyncio.sleep(seconds / 3)
             for lease_id in list(self._held):
@@ -479,7 +477,7 @@ class EnvClient(OnDemand):
 
 
 class _Refused(Exception):
-    """The server answered with something other than a stream."""
+    """The server's answer is not a stream."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -494,7 +492,6 @@ def _timeout(seconds: float, call: Call) -> httpx.Timeout:
 
 
 def _wait_seconds(idle_until: float | None) -> float:
-    """Returns how long one lease request may wait at the server."""
     if idle_until is None:
         return LONGEST_WAIT_SECONDS
     return min(LONGEST_WAIT_SECONDS, max(0.0, idle_until - time.monotonic()))

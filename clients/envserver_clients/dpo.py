@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Trains the model.
-    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
-    """
     settings = read_settings(DpoSettings, "dpo", arguments)
     parts = parts_of(settings.data, whole=True)
     check_libraries(settings)
@@ -60,7 +57,6 @@ def _examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

@@ -88,7 +88,7 @@ def _lead(
     saved: CheckpointInfo,
     console: Console,
 ) -> None:
-    """Runs the loop: on rank 0, or in a process alone."""
+    """The loop of rank 0."""
     with ExitStack() as stack:
         source, client = open_source(settings, stack)
         metrics = stack.enter_context(_metrics(settings, saved.step, console))
@@ -120,7 +120,6 @@ def _lead(
 
 
 def _follow(ranks: Ranks, learner: Learner, checkpoints: Checkpoints) -> None:
-    """Computes with rank 0 until it ends."""
     policy = learner.policy
     ranks.follow(
         {
@@ -133,7 +132,7 @@ def _follow(ranks: Ranks, learner: Learner, checkpoints: Checkpoints) -> None:
 
 
 def _line(before: CheckpointInfo, learned: BatchExamples, numbers: Numbers, timer: _Timer) -> Line:
-    """Returns the metrics of the step after `before`."""
+    """The metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
 
@@ -195,7 +194,6 @@ class _Timer:
         self.seconds: dict[str, float] = {}
 
     def add_phase(self, name: str) -> None:
-        """Counts the time since the last call as `name`."""
         now = time.monotonic()
         self.seconds[f"seconds_{name}"] = round(now - self._last, 4)
         self.seconds["seconds"] = round(now - self._begun, 3)

@@ -88,6 +88,7 @@ class LearnSettings(BaseModel):
 
 def learn(settings: LearnSettings, console: Console) -> int:
     """Runs until the trainer ends; returns its exit status, or 130 after Ctrl-C.
+
     Raises EnvserverError: a process did not start, or died too often.
     """
     model = settings.model or _tiny_model(settings, console)
@@ -128,8 +129,9 @@ def _tiny_model(settings: LearnSettings, console: Console) -> Path:
 
 
 def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
-    """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
-    are transferred again."""
+    """Starts with the trainer's last weights, also after a crash; adapters are transferred
+    again.
+    """
     words = [sys.executable, "-m", "envserver_local", "--port", _port(address)]
     words += ["--threads", "1", "--device", settings.device]
     if settings.lora_rank:
@@ -236,7 +238,6 @@ def _picture(rewards: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the trainer's exit status, or 1 if a process did not start."""
     console = Console()
     signal.signal(signal.SIGTERM, end_at_sigterm)
     try:

@@ -78,9 +78,7 @@ class ProofSettings(BaseModel):
 
 
 def prove(settings: ProofSettings, console: Console) -> None:
-    """Makes all runs and baselines that are missing, and the results.
-    Raises EnvserverError: a run failed; its log says why.
-    """
+    """Makes all runs and baselines that are missing, and the results."""
     settings.output.mkdir(parents=True, exist_ok=True)
     tasks = TASKS if settings.task is None else (settings.task,)
     for task in tasks:
@@ -135,7 +133,6 @@ def _trained(
 def _evaluated(
     settings: ProofSettings, task: Task, name: str, model: Path, *, temperature: int
 ) -> Callable[[], None]:
-    """Asks the held-out questions of a model; at temperature 0 for its likeliest answers."""
     folder = settings.output / f"{task}-{name}-temperature-{temperature}"
     words = ["envserver", "evaluate", "--config", str(_CONFIGS / f"serve_{task}.yaml")]
     words += ["--model", str(model), "--engine.backend", "local", "--no_baselines"]
@@ -214,13 +211,11 @@ def summarize(output: Path, tasks: Sequence[Task], console: Console) -> None:
 
 
 def mean_reward(report: Path) -> float:
-    """Returns the mean reward of a report.json of `envserver evaluate`."""
     value: float = json.loads(report.read_text())["run"]["overall"]["mean_reward"]["value"]
     return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     console = Console()
     try:
         prove(

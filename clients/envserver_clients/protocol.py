@@ -78,7 +78,6 @@ class Retries:
     longest_pause_seconds: float = 10.0
 
     def pause_seconds(self, tried: int) -> float:
-        """Returns the pause after `tried` requests."""
         backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
         return backoff.seconds(tried, random.random())
 
@@ -131,7 +130,6 @@ class Call:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the answer holds groups in MessagePack."""
         return self.accept in (GROUPS_MSGPACK, GROUP_MSGPACK)
 
 
@@ -255,14 +253,12 @@ class Calls:
 
 
 def new_key() -> dict[str, str]:
-    """Returns a header that tells the copies of one request from other requests."""
+    """A header that tells the copies of one request from other requests."""
     return {"idempotency-key": uuid.uuid4().hex}
 
 
 def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
-    """Returns the seconds to wait before the next request; None when the answer is final.
-    Raises ServerUnreachable: all tries are used up.
-    """
+    """The seconds before the next request; None: the answer is final. Raises ServerUnreachable."""
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
     if tried < retries.tries:
@@ -280,7 +276,7 @@ def _server_pause_seconds(problem: Exception | Answer) -> float:
 
 
 def checked(answer: Answer) -> Answer:
-    """Returns a successful answer, and warns of what it says; raises the error of another one."""
+    """Returns a successful answer, with its warning; raises the error of any other."""
     if 200 <= answer.status < 300:
         if warning := answer.headers.get(_WARNING_HEADER):
             warnings.warn(warning, stacklevel=2)
@@ -311,19 +307,15 @@ _KINDS: Final[dict[int, type[EnvserverError]]] = {
 
 
 def batch_of(answer: Answer) -> Batch | None:
-    """Returns the leased batch; None if nothing was leased."""
     return None if answer.status == 204 else decode_batch(answer.content)
 
 
 def object_of(answer: Answer) -> dict[str, Any]:
-    """Returns the JSON object of an answer. Raises InputError: it is not one."""
     return decoded(answer.content, dict[str, Any], "a JSON object")
 
 
 def decompress(content: bytes, encoding: str) -> bytes:
-    """Returns the content of a body with the content encoding `encoding`.
-    Raises InputError: it is damaged, or compressed in another way than was asked for.
-    """
+    """Raises InputError: the body is damaged, or compressed in another way than was asked for."""
     if encoding in ("", "identity"):
         return content
     if encoding == "zstd" and HAS_ZSTD:
@@ -340,14 +332,9 @@ def decompress(content: bytes, encoding: str) -> bytes:
 
 
 class LeaseStreamReader:
-    """Cuts one connection's stream of leases into their bytes, from its beginning.
+    """Cuts one connection's stream of leases into their bytes; empty ones are heartbeats.
 
-    In: pieces of the stream as the connection gives them. Out: the leases, each as the bytes that
-    `decode_batch` reads; empty ones say that the server is there. With zstd the whole stream is
-    zstd frames one after the other.
-
-    Args:
-        encoding: the stream's content encoding, "" or "zstd".
+    With the content encoding zstd the whole stream is zstd frames one after the other.
     """
 
     def __init__(self, encoding: str) -> None:
@@ -357,9 +344,7 @@ class LeaseStreamReader:
         self._reader = FrameReader()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the leases that `data` completes, empty ones too.
-        Raises InputError: the stream is damaged.
-        """
+        """Yields the leases that `data` completes. Raises InputError: the stream is damaged."""
         for part in self._inflated(data):
             yield from self._reader.feed(part)
 
@@ -563,7 +548,7 @@ class RolloutOrder:
 
 
 def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | None]] | None:
-    """Returns all rollouts in the order of the tasks; None if they are not finished."""
+    """All rollouts in the order of the tasks; None: they are not finished."""
     if answer.status == 202:
         return None
     batch = decode_batch(answer.content)

@@ -33,9 +33,7 @@ if TYPE_CHECKING:
 
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Trains the models, one after the other.
-    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
-    """
+    """Trains the models, one after the other."""
     settings = read_settings(SftSettings, "sft", arguments)
     parts = parts_of(settings.data, tool=settings.tool, whole=settings.whole)
     check_libraries(settings)
@@ -86,7 +84,6 @@ def _heldout(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

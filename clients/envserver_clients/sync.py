@@ -50,15 +50,12 @@ class SyncEnvClient:
     # The run
 
     def resume(self, checkpoint: str | None) -> dict[str, Any]:
-        """As `EnvClient.resume`."""
         return self._portal.call(self._client.resume, checkpoint)
 
     def checkpoints(self) -> list[dict[str, Any]]:
-        """As `EnvClient.checkpoints`."""
         return self._portal.call(self._client.checkpoints)
 
     def close_run(self) -> None:
-        """As `EnvClient.close_run`."""
         self._portal.call(self._client.close_run)
 
     # Groups

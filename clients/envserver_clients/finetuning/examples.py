@@ -1,8 +1,7 @@
 """Converts rows to a trainer's data set on disk, so that no file has to fit into memory.
 
-In: files of rows and an encoder. Out: a data set of `input_ids` and `labels`, or of pairs, and
-`ExampleCounts`. Invariants: every row is in the data set or in one of the counts; no example
-is longer than the limit, and each has trained tokens.
+Invariants: every row is in the data set or in one of the counts; no example is longer than the
+limit, and each has trained tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +32,9 @@ NOT_TRAINED = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """One training row.
+    """One training row of T token ids; `trained`: whether the loss counts each.
 
-    Args:
-        ids: T token ids.
-        trained: T flags: whether the loss counts the token.
-        calls: the trained turns that call tools: first token, and the one after the last.
+    `calls`: the trained turns that call tools: first token, and the one after the last.
     """
 
     ids: list[int]
@@ -47,19 +43,17 @@ class Encoded:
 
     @property
     def labels(self) -> list[int]:
-        """The trained ids, `NOT_TRAINED` at other places."""
         return [
             token if kept else NOT_TRAINED
             for token, kept in zip(self.ids, self.trained, strict=True)
         ]
 
     def cut(self, length: int) -> Encoded:
-        """Returns the first `length` tokens."""
         calls = tuple(span for span in self.calls if span[1] <= length)
         return Encoded(self.ids[:length], self.trained[:length], calls)
 
     def turns(self) -> list[Span]:
-        """Returns the trained turns: first token, and the one after the last."""
+        """The trained turns: first token, and the one after the last."""
         edges = zip([False, *self.trained], [*self.trained, False], strict=True)
         places = [place for place, (before, now) in enumerate(edges) if before != now]
         return list(zip(places[::2], places[1::2], strict=True))
@@ -68,10 +62,8 @@ class Encoded:
 class Encoder:
     """Renders with the chat template of a tokenizer.
 
-    Args:
-        tokenizer: the model's tokenizer, from transformers.
-        ends: ids of tokens that end a turn, in addition to the tokenizer's.
-        last_only: train only the last turn of the assistant.
+    `ends`: ids of tokens that end a turn, in addition to the tokenizer's. `last_only`: train only
+    the last turn of the assistant.
     """
 
     def __init__(
@@ -86,16 +78,15 @@ class Encoder:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def is_rendered(self, prompt: str) -> bool:
-        """Returns whether a text is already rendered: it has special tokens, or no template."""
+        """Whether a text is already rendered: it has special tokens, or there is no template."""
         special = self._tokenizer.all_special_tokens
         return not self.has_template or any(token in prompt for token in special)
 
     def conversation(self, conversation: Conversation, place: str) -> list[Encoded]:
-        """Encodes a conversation; returns its rows in order, none if there is nothing to train."""
+        """Its rows in order; none if there is nothing to train."""
         messages = conversation.messages
         turns = [
             number
@@ -114,8 +105,7 @@ class Encoder:
         return rows
 
     def plain(self, text: Plain) -> Encoded:
-        """Encodes plain text: adds the tokenizer's begin token if the text does not have it, and an
-        end token."""
+        """Adds the tokenizer's begin token if the text does not have it, and an end token."""
         start = self._beginning(text.prompt)
         prompt = start + self._ids(text.prompt)
         both = start + self._ids(text.prompt + text.completion)
@@ -225,8 +215,6 @@ PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum tokens of a row, and what happens to longer ones."""
-
     max_length: int
     too_long: TooLong
 
@@ -236,9 +224,8 @@ class ExampleCounts:
     """How many rows became examples, and why others were left out."""
 
     rows: int = 0
-    """Rows that were read."""
     examples: int = 0
-    """Examples. A conversation whose turns do not continue each other becomes several."""
+    """A conversation whose turns do not continue each other becomes several."""
     dropped_too_long: int = 0
     """Rows left out because they are longer than the limit."""
     truncated: int = 0
@@ -252,12 +239,10 @@ class ExampleCounts:
     rendered_otherwise: int = 0
     """Turns whose prompt the chat template renders differently once they are answered."""
     tokens: int = 0
-    """Tokens of the examples."""
     tokens_trained: int = 0
     """Tokens that the loss counts."""
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the counts by name."""
         return asdict(self)
 
 
@@ -270,7 +255,6 @@ def sft_examples(
     too_long: TooLong,
     prompts: Prompts = "auto",
 ) -> Iterator[Example]:
-    """Yields examples for supervised training; fills `counts`."""
     limits = Limits(max_length, too_long)
     for one, _ in encoded_rows(paths, encoder, counts, limits, prompts=prompts):
         yield {"input_ids": one.ids, "labels": one.labels}
@@ -284,7 +268,7 @@ def encoded_rows(
     *,
     prompts: Prompts = "auto",
 ) -> Iterator[tuple[Encoded, Tools | None]]:
-    """Yields training rows with the tools that were offered; otherwise like `sft_examples`."""
+    """Yields training rows with the tools that were offered; fills `counts`."""
     plain: dict[str, Callable[[str], bool]] = {
         "auto": encoder.is_rendered,
         "chat": lambda prompt: False,
@@ -323,7 +307,6 @@ def pair_examples(
     max_length: int,
     too_long: TooLong,
 ) -> Iterator[Example]:
-    """Yields examples for preference training; fills `counts`."""
     for place, row in rows_of(paths):
         counts.rows += 1
         pair = read_pair(row, place)
@@ -348,7 +331,7 @@ def pair_examples(
 def _fit(
     one: Encoded, *, counts: ExampleCounts, max_length: int, too_long: TooLong
 ) -> Encoded | None:
-    """Returns the example within the limit; None if it is left out (and counted)."""
+    """The example within the limit; None if it is left out (and counted)."""
     if len(one.ids) > max_length:
         if too_long == "drop":
             counts.dropped_too_long += 1
@@ -364,7 +347,7 @@ def _fit(
 def _fitting(
     chosen: Encoded, rejected: Encoded, counts: ExampleCounts, max_length: int, too_long: TooLong
 ) -> tuple[Encoded, Encoded] | None:
-    """Returns both within the limit, or None; a pair is counted once."""
+    """Both within the limit, or None; a pair is counted once."""
     if max(len(chosen.ids), len(rejected.ids)) > max_length:
         if too_long == "drop":
             counts.dropped_too_long += 1
@@ -385,7 +368,8 @@ def _count(counts: ExampleCounts, *encoded: Encoded) -> None:
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
     """Writes the examples to a file; returns them as a `datasets.Dataset`, None if there are
-    none."""
+    none.
+    """
     import pyarrow as pa
     from datasets import Dataset
 

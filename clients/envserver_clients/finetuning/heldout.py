@@ -1,8 +1,7 @@
 """Measures a model on held-out rows: perplexity, and how good its turns and tool calls are.
 
-In: files of validation rows. Out: numbers by name, which start with `heldout_`. Invariants:
-means are over trained tokens or over turns, whatever the batches; a turn's tokens are predicted
-from the ids that an engine would have had before them.
+Invariants: means are over trained tokens or over turns, whatever the batches; a turn's tokens are
+predicted from the ids that an engine would have had before them.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class _Sums:
         self.turns_right += int(right.all())
 
     def means(self) -> dict[str, float]:
-        """Returns the means by name; none without turns."""
         if not self.turns:
             return {}
         return {
@@ -65,12 +63,8 @@ class _Calls:
 class HeldOut:
     """Measures on rows.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        rows: examples with the tools that were offered; called for each measurement.
-        batch_size: rows per forward pass.
-        calls: maximum number of tool calls that the model writes.
-        half: compute in bfloat16.
+    `rows`: examples with the tools that were offered; called for each measurement. `calls`: maximum
+    number of tool calls that the model writes. `half`: compute in bfloat16.
     """
 
     tokenizer: Any

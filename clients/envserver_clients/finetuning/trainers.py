@@ -1,8 +1,7 @@
 """Creates TRL's trainers for examples that are already tokenised.
 
-Invariants: the loss counts exactly the tokens that were counted as trained. TRL's own
-preparation, which would render conversations again and train everything after the prompt, is not
-used.
+Invariant: the loss counts exactly the tokens that were counted as trained. TRL's own preparation,
+which would render conversations again and train everything after the prompt, is not used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def sft_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """Creates TRL's SFTTrainer."""
     arguments = SFTConfig(
         **_arguments(settings, folder),
         # No row is longer, and TRL packs whole rows only; rows for validation stay apart.
@@ -55,7 +53,6 @@ def dpo_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """Creates TRL's DPOTrainer; arguments as for `sft_trainer`, with pairs."""
     arguments = DPOConfig(
         **_arguments(settings, folder),
         beta=settings.beta,
@@ -83,17 +80,13 @@ class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library w
 
 
 class PairCollator:
-    """Makes DPOTrainer's batches from pairs: all chosen, then all rejected.
-
-    Args:
-        padding: token id for padding.
-    """
+    """Makes DPOTrainer's batches from pairs: all chosen, then all rejected."""
 
     def __init__(self, padding: int) -> None:
         self._padding = padding
 
     def __call__(self, pairs: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, `attention_mask` and `completion_mask`, each [2 x pairs, T]."""
+        """`input_ids`, `attention_mask` and `completion_mask`, each [2 x pairs, T]."""
         rows = [
             (pair[f"{side}_ids"], pair[f"{side}_labels"])
             for side in ("chosen", "rejected")
@@ -142,7 +135,7 @@ def _keep_precision(model: Any) -> None:
 
 
 def quantization(settings: FinetuneSettings) -> Any:
-    """Returns the configuration of a 4-bit base (QLoRA, arXiv 2305.14314), None without."""
+    """The configuration of a 4-bit base (QLoRA, arXiv 2305.14314)."""
     if not settings.load_in_4bit:
         return None
     from transformers import BitsAndBytesConfig
@@ -157,7 +150,7 @@ def quantization(settings: FinetuneSettings) -> Any:
 
 
 def _lora(settings: FinetuneSettings) -> Any:
-    """Returns the LoRA configuration (arXiv 2106.09685), None without LoRA."""
+    """The LoRA configuration (arXiv 2106.09685)."""
     if not settings.lora:
         return None
     from peft import LoraConfig
@@ -211,7 +204,6 @@ def _has_gpu(settings: FinetuneSettings) -> bool:
 
 
 def is_half(settings: FinetuneSettings) -> bool:
-    """Returns whether computing is in bfloat16."""
     if settings.dtype != "auto":
         return settings.dtype == "bfloat16"
     return _has_gpu(settings) and torch.cuda.is_bf16_supported()

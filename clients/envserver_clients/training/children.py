@@ -1,8 +1,7 @@
 """Runs processes that belong together: starts them in order, restarts them when they die.
 
-In: commands. Out: processes that run as long as their owner. Invariants: each is ended by
-its id in reverse order, even if the owner fails or is interrupted, and by the kernel if the owner
-is killed.
+Invariants: each is ended by its id in reverse order, even if the owner fails or is interrupted, and
+by the kernel if the owner is killed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ Command = Callable[[], Sequence[str]]
 class Children:
     """A context manager that ends its processes at exit, the last started one first.
 
-    Args:
-        folder: for their logs and `processes.json`, which has their ids.
-        restarts: maximum number of restarts per process.
-        environment: additional environment variables.
+    `folder` gets their logs and `processes.json`, which has their ids.
     """
 
     def __init__(
@@ -64,11 +60,8 @@ class Children:
     ) -> None:
         """Starts a process; its output goes to `NAME.log`, or to ours without `ready`.
 
-        Args:
-            ready: address that answers 200 when the process is ready; "": do not wait.
-
-        Raises:
-            EnvserverError: it died before, or took longer than `ready_seconds`.
+        `ready`: address that answers 200 when the process is ready; "": do not wait. Raises
+        EnvserverError: it died before, or took longer than `ready_seconds`.
         """
         self._commands[name] = (command, bool(ready))
         self._begin(name)
@@ -80,8 +73,7 @@ class Children:
 
     def wait_for(self, name: str) -> int:
         """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
-        are restarted.
-        Raises EnvserverError: a process died too often.
+        are restarted. Raises EnvserverError: a process died too often.
         """
         while True:
             for other, process in list(self._running.items()):
@@ -126,7 +118,7 @@ class Children:
 
 
 def end_with_parent() -> None:
-    """Lets the kernel end this process when the one that started it has died."""
+    """The kernel ends this process when the one that started it has died."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
 

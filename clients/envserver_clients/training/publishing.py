@@ -1,8 +1,4 @@
-"""Transfers new weights to the engine and publishes their version at the server.
-
-In: the policy after a step. Out: an engine that samples with it, checked against the policy's
-logprobs, and a server that knows the version. Waits for an engine that is restarting.
-"""
+"""Transfers new weights to the engine, checks them, and publishes their version at the server."""
 
 from __future__ import annotations
 
@@ -41,10 +37,8 @@ _PASSING: Final = ("engine_unavailable", "engine_timeout")
 class Publisher:
     """Transfers the weights of `policy` to the engine of `settings`.
 
-    A context manager: while it is open, a restarted engine gets the weights again.
-
-    Args:
-        client: publishes versions and pauses model calls; None: without a server.
+    While it is open, a restarted engine gets the weights again. `client` publishes versions and
+    pauses model calls; None: without a server.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class Publisher:
         self._stack.__exit__(kind, error, trace)
 
     def first_version(self, saved: int) -> int:
-        """Returns the version under which to publish the weights of a checkpoint.
+        """The version under which to publish the weights of a checkpoint.
 
         Versions never decrease: if later steps than the checkpoint's were published, its weights
         get a new version.
@@ -82,11 +76,8 @@ class Publisher:
     def publish(self, version: int, examples: Sequence[Example] = ()) -> None:
         """Transfers the current weights and publishes them as `version`.
 
-        Args:
-            examples: one of them is used to compare engine and policy; empty: no check.
-
-        Raises:
-            EngineError: the engine refused, was away for minutes, or computes different logprobs.
+        One of `examples` is used to compare engine and policy; empty: no check. Raises EngineError:
+        the engine refused, was away for minutes, or computes different logprobs.
         """
         check = _check(self._policy, examples[0], self._tolerance) if examples else None
         publish = self._attempts(version, check)
@@ -102,7 +93,7 @@ class Publisher:
             time.sleep(_PAUSE_SECONDS)
 
     def _attempts(self, version: int, check: PromptCheck | None) -> Callable[[], Published]:
-        """Returns what publishes `version`; it can be called again after a failure."""
+        """What publishes `version`; it can be called again after a failure."""
         push = self._push
         if not isinstance(push, Transfer):
             return lambda: push.publish(version, self._policy.save, check)

@@ -1,7 +1,6 @@
 """The trainer's settings, as flags or in a YAML file; flags take precedence.
 
-Each field is a flag: `micro_batch_tokens` is `--micro-batch-tokens`. The file uses the fields'
-names.
+`micro_batch_tokens` is the flag `--micro-batch-tokens`; the file uses the fields' names.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from .objectives import Correction, KlForm, Level, LossSettings, Schedule, Surro
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
-"""Values by the names of settings."""
 
 
 def _weights(given: object) -> object:
@@ -293,17 +291,14 @@ class TrainerSettings(BaseModel):
         return self
 
     def loss(self) -> LossSettings:
-        """Returns the settings of the loss. Raises ConfigError: they contradict each other."""
+        """Raises ConfigError: the settings contradict each other."""
         return LossSettings(**{one.name: getattr(self, one.name) for one in fields(LossSettings)})
 
     def guard(self) -> GuardSettings:
-        """Returns the bounds of a step."""
         return GuardSettings(**{one.name: getattr(self, one.name) for one in fields(GuardSettings)})
 
     def examples(self, vocabulary: int | None = None) -> ExampleSettings:
-        """Returns how rows become examples.
-        Raises ConfigError: the settings contradict each other.
-        """
+        """Raises ConfigError: the settings contradict each other."""
         named = {one.name for one in fields(AdvantageSettings)} - {"scaling"}
         return ExampleSettings(
             advantages=AdvantageSettings(
@@ -329,13 +324,8 @@ def from_flags(
 ) -> S:
     """Reads settings from a command line, which may name a YAML file with `--config`.
 
-    Args:
-        arguments: the command line; None: this process's.
-        chosen: selects the values of a file with several sections, given its content and the
-            flags.
-
-    Raises:
-        ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.
+    `chosen` selects the values of a file with several sections, given its content and the flags.
+    Raises ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.
     """
     parser = argparse.ArgumentParser(prog=program, description=kind.__doc__)
     parser.add_argument("--config", type=Path, help="YAML file with the names of the flags")

@@ -1,8 +1,4 @@
-"""Gets batches from a server over its native wire or the Atropos wire.
-
-In: a server's address. Out: batches of groups in the same form on both wires, each acknowledged
-when a checkpoint contains what was learned from it.
-"""
+"""Gets batches from a server over its native wire or the Atropos wire, in the same form."""
 
 from __future__ import annotations
 
@@ -77,10 +73,8 @@ class _Leasing(ABC):
         self._guard = Guard(guard or GuardSettings())
 
     def batches(self) -> Iterator[Batch]:
-        """See Source.
-
-        Raises:
-            NothingLearned: all groups of too many batches in a row were replaced or dropped.
+        """Raises NothingLearned: all groups of too many batches in a row were replaced or
+        dropped.
         """
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
@@ -220,8 +214,8 @@ class AtroposSource(_Leasing):
 
 
 def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
-    """Returns the source of `settings`, and the client that publishes versions (None for the
-    Atropos wire, which has no versions).
+    """The source of `settings`, and the client that publishes versions (None: the Atropos wire has
+    none).
     """
     idle_seconds = settings.idle_minutes * 60
     if settings.wire == "atropos":

@@ -1,9 +1,9 @@
 """Transfers all weights of a model to engines that reload them from a folder.
 
-In: a version and how to save it. Out: engines that sample with it. Invariants: no token is
-sampled between the old weights and the new. A failure before the first engine is changed leaves
-everything as it was. A later failure leaves all engines (and the server's calls) paused, so that
-nothing is sampled with unknown weights, until `publish` is called again and succeeds.
+Invariants: no token is sampled between the old weights and the new. A failure before the first
+engine is changed leaves everything as it was. A later failure leaves all engines (and the server's
+calls) paused, so that nothing is sampled with unknown weights, until `publish` is called again and
+succeeds.
 
     reach    every engine answers                              else: nothing changes
     save     write the files                                   else: nothing changes
@@ -39,8 +39,6 @@ _FILES: Final = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class _Given:
-    """The version that the engines must have."""
-
     version: int
     folder: Path
     check: PromptCheck | None
@@ -53,14 +51,12 @@ class _Given:
 class _Full(FolderPush):
     """See `FolderPush` for the arguments.
 
-    Args:
-        in_flight: what happens to running calls: "drain" (they end first), "keep" (they continue
-            with the new weights; each token has its version if the server works with tokens),
-            "abort" (they are repeated).
+    `in_flight`: what happens to running calls: "drain" (they end first), "keep" (they continue with
+    the new weights; each token has its version if the server works with tokens), "abort" (they are
+    repeated).
     """
 
     method: ClassVar[str]
-    """The engine's method that reloads weights."""
     probe: ClassVar[str] = ""
     """A method that exists where `method` does; "": every engine has `method`."""
 
@@ -80,7 +76,6 @@ class _Full(FolderPush):
         """Whether all engines and the server certainly have the same version."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
-        """See `WeightPush`."""
         with self._lock:
             phases = Phases()
             with phases.phase("reach"):
@@ -101,7 +96,6 @@ class _Full(FolderPush):
             return Published(version, None, folder, urls, difference, phases.seconds)
 
     def restore(self) -> list[str]:
-        """See `WeightPush`."""
         with self._lock:
             given = self._given
             if given is None or not self._agreed:
@@ -147,10 +141,8 @@ class _Full(FolderPush):
                 raise
 
     def _give(self, given: _Given, phases: Phases) -> float | None:
-        """Loads the weights into the paused engines, resumes and checks them.
-
-        Returns:
-            The largest difference of all engines.
+        """Loads the weights into the paused engines, resumes and checks them; returns the largest
+        difference of all engines.
         """
         self._agreed = False
         seen, kept = self._seen(given.folder), self._in_flight == "keep"
@@ -177,14 +169,13 @@ class _Full(FolderPush):
 
 
 class LocalFull(_Full):
-    """Transfers weights to `python -m envserver_local`; see `WeightPush`."""
+    """Transfers weights to `python -m envserver_local`."""
 
     method = "reload_weights"
 
 
 class VllmFull(_Full):
-    """Transfers weights to vLLM with our worker extension (`envserver.models.vllm_extension`); see
-    `WeightPush`.
+    """Transfers weights to vLLM with our worker extension (`envserver.models.vllm_extension`).
 
     On a CPU vLLM's own reload does not change the output layer of models with tied embeddings.
     """
@@ -202,14 +193,10 @@ def _load(engine: EngineControl, method: str, folder: Path, name: str, *, kept: 
 def checked(
     engine: EngineControl, version: int, check: PromptCheck | None, *, old: int | None
 ) -> float | None:
-    """Returns the largest difference of the engine's logprobs from the trainer's; None: no check.
+    """The largest difference of the engine's logprobs from the trainer's; None: no check.
 
-    Args:
-        old: the last correct version.
-
-    Raises:
-        EngineUnavailable: it was restarted meanwhile, with its initial weights.
-        WeightsMismatch: they differ too much.
+    `old`: the last correct version. Raises EngineUnavailable: it was restarted meanwhile, with its
+    initial weights. WeightsMismatch: they differ too much.
     """
     widest = None if check is None else check.widest(engine.logprobs(check, None))
     wanted = weights_name(version)
@@ -238,5 +225,5 @@ def checked(
 
 
 def weights_name(version: int) -> str:
-    """Returns the name that engines have for the weights of `version`."""
+    """The name that engines have for the weights of `version`."""
     return f"version-{version}"

@@ -1,9 +1,8 @@
 """Transfers LoRA adapters: each version is a separate model, such as `policy@17`.
 
-In: a version and how to save its adapter. Out: engines that serve its name. Nothing is paused: the
-server uses the new name as soon as it knows the version, and running calls finish with the adapter
-that they began with. Invariants: a name means one adapter; adapters that calls need, or may
-ask for, stay loaded and keep their files.
+Nothing is paused: the server uses the new name as soon as it knows the version, and running calls
+finish with the adapter that they began with. Invariants: a name means one adapter; adapters that
+calls need, or may ask for, stay loaded and keep their files.
 """
 
 from __future__ import annotations
