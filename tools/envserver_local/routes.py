@@ -1,10 +1,10 @@
 """Chat, completions and vLLM's token endpoints: each request becomes rows of the batch.
 
-A request's model is the engine's own name or an adapter's. If the client hangs up or the server
-stops, the request's rows leave the batch. A stream of a chat sends text as it is sampled, unless it
-may contain calls: then the text is parsed once at the end, while ids and logprobs are still sent
-token by token. Rendering returns the whole request for generating, with every setting; generating
-reports which version of the weights sampled which tokens.
+If the client hangs up or the server stops, the request's rows leave the batch. A stream of a chat
+sends text as it is sampled, unless it may contain calls: then the text is parsed once at the end,
+while ids and logprobs are still sent token by token. Rendering returns the whole request for
+generating, with every setting; generating reports which version of the weights sampled which
+tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Asking:
     """Makes rows from requests.
 
     Args:
-        model: the name under which the model is served.
-        root: its folder or its name on the hub.
+        root: the model's folder or its name on the hub.
         most_tokens: maximum number of tokens of a prompt and its answer together.
         vocabulary: number of ids of the model; it may exceed the tokenizer's, and all can be
             sampled.
@@ -61,7 +60,7 @@ class Asking:
         self._defaults = defaults
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that a model name refers to; None for the model itself."""
+        """The adapter that a model name refers to; None for the model itself."""
         if name in (None, "", self.model):
             return None
         found = self.adapters.find(str(name))
@@ -87,12 +86,10 @@ class Asking:
     def sampling(
         self, body: Sampled, prompt: Sequence[int], *, limit: int | None, top: int, raw: bool
     ) -> Sampling:
-        """Returns the sampling settings of `body` for `prompt`.
+        """The sampling settings of `body` for `prompt`.
 
-        Args:
-            limit: maximum number of tokens of the answer, None: all that the context leaves.
-            top: number of most likely tokens to return.
-            raw: whether special tokens are returned as text.
+        `limit`: maximum number of tokens of the answer, None: all that the context leaves. `top`:
+        number of most likely tokens to return. `raw`: special tokens are returned as text.
         """
         room = self.most_tokens - len(prompt)
         if limit is not None and limit > room:
@@ -150,7 +147,6 @@ class Asking:
                 self.runner.abort(rows)
 
     async def whole(self, rows: Sequence[Row]) -> None:
-        """Runs rows until all have ended."""
         async with self.running(rows) as wait:
             while any(row.finish is None for row in rows):
                 await wait()
@@ -173,7 +169,7 @@ class Asking:
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Checks that no row failed."""
+    """Raises EngineRefused: a row failed."""
     for row in rows:
         if row.finish == "error":
             raise EngineRefused(f"The engine failed: {row.error}", status=500)
@@ -251,7 +247,7 @@ class Chat:
         return message
 
     def facts(self, body: ChatBody, row: Row, start: int, end: int) -> Json:
-        """Returns ids, logprobs and other facts about tokens `start` to `end` of a choice."""
+        """Ids, logprobs and other facts about tokens `start` to `end` of a choice."""
         facts: Json = {"logprobs": None}
         if body.logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
@@ -271,7 +267,7 @@ class Chat:
         }
 
     def whole_delta(self, body: ChatBody, row: Row) -> Json:
-        """Returns a whole message as one delta, for answers that may contain calls."""
+        """A whole message as one delta, for answers that may contain calls."""
         message = self.message(body, self._text.answer(row))
         delta: Json = {"content": message["content"]} if message["content"] else {}
         if message.get("tool_calls"):
@@ -318,7 +314,7 @@ class Completions:
         self._text = asking.text
 
     def rows(self, body: CompletionBody) -> list[Row]:
-        """Returns the rows of all prompts, in order, `n` for each."""
+        """The rows of all prompts, in order, `n` for each."""
         check_body(body)
         adapter = self._asking.adapter(body.model)
         rows = []
@@ -425,8 +421,6 @@ def _is_id(value: Any) -> bool:
 
 
 class Tokens:
-    """Answers requests that contain or return ids."""
-
     def __init__(self, asking: Asking, chat: Chat, calls: CallReader) -> None:
         self._asking = asking
         self._text = asking.text
@@ -434,7 +428,7 @@ class Tokens:
         self._calls = calls
 
     def render(self, body: ChatBody) -> Json:
-        """Returns the body for /inference/v1/generate that corresponds to a chat request."""
+        """The body for /inference/v1/generate that corresponds to a chat request."""
         row = self._chat.rows(body)[0]
         asked = row.sampling
         params: Json = {
@@ -502,7 +496,7 @@ class Tokens:
         }
 
     async def chunks(self, body: GenerateBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """Yields the answer in chunks; the prompt's ids are in the first one."""
+        """The prompt's ids are in the first chunk."""
         head = self._head(body)
         growing = [Growing(self._text, row) for row in rows]
         sent = [0] * len(rows)
@@ -531,7 +525,7 @@ class Tokens:
             yield {**head, "choices": [], "usage": bodies.usage([body.token_ids], rows)}
 
     def derender(self, body: Any) -> Json:
-        """Returns the messages in generated ids; the token that ended an answer becomes text."""
+        """The messages in generated ids; the token that ended an answer becomes text."""
         asked = body.get("chat_request")
         if asked is None and self._calls.known:
             raise EngineRefused(

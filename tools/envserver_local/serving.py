@@ -19,7 +19,7 @@ _STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalSer
 
 
 class QuietServer(uvicorn.Server):
-    """A server that leaves signals to its caller."""
+    """Leaves signals to its caller."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -27,7 +27,7 @@ class QuietServer(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket that accepts connections at `host`; port 0 takes a free one."""
+    """Port 0 takes a free one."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,
     # every answer waits 40 ms for the client's delayed acknowledgement.
@@ -43,7 +43,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, listener: socket.socket) -> str:
-    """Returns the base URL of a listening engine, with /v1."""
+    """The base URL of a listening engine, with /v1."""
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listener.getsockname()[1]}/v1"
 
@@ -71,7 +71,6 @@ def _is_of_a_page(header: tuple[bytes, bytes]) -> bool:
 
 
 async def decoded(request: Request) -> Any:
-    """Returns the body of a request as JSON."""
     try:
         return orjson.loads(await request.body())
     except orjson.JSONDecodeError as error:
@@ -79,7 +78,7 @@ async def decoded(request: Request) -> Any:
 
 
 def error_body(error: EngineRefused) -> dict[str, Any]:
-    """Returns `error` as OpenAI's API writes it."""
+    """`error` as OpenAI's API writes it."""
     status = int(error.detail.get("status", 400))
     problem = {
         "message": error.message,
@@ -102,6 +101,6 @@ def error_answer(error: EngineRefused, headers: Mapping[str, str] | None = None)
 
 
 def missing(request: Request, error: Exception) -> EngineRefused:
-    """Returns the error for a path or a method that the engine does not have."""
+    """The error for a path or a method that the engine does not have."""
     status = getattr(error, "status_code", 404)
     return EngineRefused(f"There is no {request.method} {request.url.path}.", status=status)

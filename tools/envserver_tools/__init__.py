@@ -1,7 +1,7 @@
 """Tools for agents: a function and its description for the model, and loops that run them.
 
-The names below are imported when they are first used; `documents`, `retrieval` and `web` are
-packages with names of their own.
+Names are imported when they are first used; `documents`, `retrieval` and `web` have names of their
+own.
 """
 
 from __future__ import annotations

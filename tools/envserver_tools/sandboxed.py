@@ -183,12 +183,12 @@ def sandbox_tools(
     repository: str = ".",
     base: str = "HEAD",
 ) -> dict[str, Tool]:
-    """Returns the tools by name, bound to `sandbox`; all are asynchronous.
+    """The tools by name, bound to `sandbox`; all are asynchronous.
 
     Args:
         names: unset: all of them (`NAMES`).
         command_seconds: time limit of a command or a Python program; the sandbox's own limits
-        apply, too.
+            apply, too.
         repository: the directory of `git_diff`.
         base: the commit to compare with: a full id, or HEAD.
     """
@@ -217,10 +217,8 @@ async def read_patch(
 
     New files are included, except those that .gitignore names, temporary files of programs (byte
     code), repositories in the repository, and files over `max_bytes`. Renamed files are deleted and
-    created. Nothing planted in the repository has any influence.
-
-    Raises:
-        ToolError: there is no repository or no such commit, or the patch is longer.
+    created. Nothing planted in the repository has any influence. Raises ToolError: there is no
+    repository or no such commit, or the patch is longer.
     """
     return (await _patch(sandbox, repository, base, max_bytes))[0]
 
@@ -244,8 +242,6 @@ async def _patch(
 
 
 class _Bound:
-    """The tools' functions; their descriptions are in `schemas`."""
-
     def __init__(self, sandbox: Sandbox, seconds: int, repository: str, base: str) -> None:
         self._sandbox, self._seconds = sandbox, seconds
         self._repository, self._base = repository, base
@@ -306,7 +302,7 @@ _PYTHON = (
 
 
 def _only_seconds(seconds: float) -> SandboxLimits:
-    """Limits only the time; the sandbox's own limits hold for the rest."""
+    """The sandbox's own limits hold for the rest."""
     most = 2**31
     return SandboxLimits(
         wall_seconds=seconds,
@@ -342,7 +338,7 @@ def _request(tool: str, **arguments: Any) -> bytes:
 
 
 def _decoded(result: ExecResult) -> dict[str, Any] | None:
-    """Decodes the answer; None if there is none. The model's program may have forged it."""
+    """None: there is no answer. The model's program may have forged it."""
     if not result.ok:
         return None
     try:
@@ -358,7 +354,7 @@ def _decoded(result: ExecResult) -> dict[str, Any] | None:
 
 
 def _said(result: ExecResult) -> str:
-    """Returns how a command ended, and its output; the head comes through standard error."""
+    """How a command ended, and its output; the head comes through standard error."""
     answer = _decoded(result)
     if answer is None:
         rest = "\n[what it said after that is lost]" * (len(result.stderr) >= _HEAD_BYTES)
@@ -409,8 +405,8 @@ def _joined(head: bytes, cut: int, tail: bytes) -> str:
 
 
 def _program() -> str:
-    """Returns what runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in
-    the workspace.
+    """What runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in the
+    workspace.
     """
     folder = resources.files("envserver_tools.inside")
     sources = {

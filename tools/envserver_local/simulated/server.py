@@ -1,6 +1,6 @@
 """The simulated engine over HTTP, with vLLM's paths.
 
-What always holds: every answer names its maker (`server: envserver-sim`); a wrong request gets an
+Invariants: every answer names its maker (`server: envserver-sim`); a wrong request gets an
 OpenAI-style error with HTTP 4xx. A simulated disconnect closes the connection in the middle of the
 body, as a server that died does.
 """
@@ -83,12 +83,10 @@ async def serve_sim(
     listening: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled.
+    """Serves until `stop` is set (open requests get two seconds) or the task is cancelled.
 
-    Args:
-        port: 0 takes a free one.
-        listening: called with the base URL (with /v1) as soon as connections are accepted.
-        stop: set it to stop; open requests get two seconds.
+    Port 0 takes a free one. `listening` is called with the base URL (with /v1) as soon as
+    connections are accepted.
     """
     with listening_socket(host, port) as listener:
         server = QuietServer(

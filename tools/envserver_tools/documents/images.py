@@ -29,7 +29,7 @@ class BadImage(Exception):
 
 
 def kind_of(data: bytes) -> str:
-    """Returns one of KINDS, or "" for other data."""
+    """One of KINDS, or "" for other data."""
     if data.startswith(b"BM") and len(data) > 26 and data[6:10] == b"\0\0\0\0":
         return "bmp"
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
@@ -38,7 +38,7 @@ def kind_of(data: bytes) -> str:
 
 
 def facts(data: bytes) -> str:
-    """Returns lines that describe the image. Raises BadImage: it cannot be read."""
+    """Lines that describe the image. Raises BadImage: it cannot be read."""
     from PIL import Image
 
     kind = kind_of(data)

@@ -13,7 +13,7 @@ _MOST_EXTRA = 30
 
 
 def kind_of(data: bytes) -> str:
-    """Returns "mp3", "wav", "flac", "ogg", "aiff", "mp4" (also video and m4a), "wma" or ""."""
+    """ "mp3", "wav", "flac", "ogg", "aiff", "mp4" (also video and m4a), "wma" or ""."""
     marks = {b"ID3": "mp3", b"fLaC": "flac", b"OggS": "ogg", b"\x30\x26\xb2\x75\x8e\x66": "wma"}
     found = next((kind for mark, kind in marks.items() if data.startswith(mark)), "")
     if found:
@@ -28,7 +28,7 @@ KINDS = ("mp3", "wav", "flac", "ogg", "aiff", "mp4", "wma")
 
 
 def facts(data: bytes, kind: str) -> str:
-    """Returns lines that describe the file; the library's exceptions propagate."""
+    """Lines that describe the file; the library's exceptions propagate."""
     from tinytag import TinyTag
 
     tag = TinyTag.get(file_obj=io.BytesIO(data))

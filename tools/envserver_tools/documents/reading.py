@@ -71,18 +71,14 @@ _TEXT_MARKS = (
 
 
 class DocumentError(ToolError):
-    """The document cannot be read; the message is shown to the model."""
+    """The message is shown to the model."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A document's text.
+    """A document's text, up to the limit.
 
-    Args:
-        kind: "xlsx", "text", "zip" ...
-        text: the whole text, up to the limit.
-        notes: remarks for the reader, such as what was left out.
-        title: the document's title, if it has one.
+    `kind`: "xlsx", "text", "zip" ... `notes`: remarks for the reader, such as what was left out.
     """
 
     kind: str
@@ -117,8 +113,7 @@ def to_text(
         kind: the kind, if the caller knows it ("html").
         base_url: a page's address, for its relative links.
 
-    Raises:
-        DocumentError: the document cannot be read, or exceeds the limits.
+    Raises DocumentError: the document cannot be read, or exceeds the limits.
     """
     limits = limits or Limits()
     if len(data) > limits.input_bytes:
@@ -153,9 +148,7 @@ def read_bytes(
     base_url: str = "",
     limits: Limits | None = None,
 ) -> Text:
-    """Reads a document in this process, with limits on sizes only; library errors propagate.
-    Raises DocumentError: the document cannot be read.
-    """
+    """Reads a document in this process, with limits on sizes only; library errors propagate."""
     limits = limits or Limits()
     steps = [step for step in member.split(MEMBER_MARK) if step] if member else []
     if len(steps) > MOST_NESTING:
@@ -179,7 +172,7 @@ def read_bytes(
 
 
 def kind_of(data: bytes, name: str) -> str:
-    """Returns the kind of a file: a reader's name, "text" or "binary"."""
+    """A reader's name, "text" or "binary"."""
     if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         names = archives.names(data)
         kind = next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
@@ -238,13 +231,13 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
 
 
 def decoded(data: bytes) -> str:
-    """Decodes text by its byte order mark, as UTF-8, or byte by byte; line ends become "\\n"."""
+    r"""By its byte order mark, as UTF-8, or byte by byte; line ends become "\ "."""
     text = data.decode(_encoding(data) or "latin-1", errors="replace")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _encoding(data: bytes) -> str | None:
-    """Returns the encoding; None if `data` is not text."""
+    """None if `data` is not text."""
     for mark, encoding in _TEXT_MARKS:
         if data.startswith(mark):
             return encoding
@@ -268,11 +261,7 @@ _MOST_KEPT = 8
 
 
 class DocumentReader:
-    """Reads documents below `folder` only.
-
-    Args:
-        folder: the agent's folder.
-    """
+    """Reads documents below `folder` only. Methods raise ToolError."""
 
     def __init__(self, folder: Path | str, limits: Limits | None = None) -> None:
         self._folder = Path(folder)
@@ -282,15 +271,12 @@ class DocumentReader:
     def read(
         self, path: str, member: str = "", offset: int = 0, limit: int = PAGE_CHARACTERS
     ) -> str:
-        """Returns one page of a document. Raises ToolError."""
         return page_of(self.text(path, member), self._name(path, member), offset, limit)
 
     def find(self, path: str, text: str, member: str = "") -> str:
-        """Finds `text` in a document. Raises ToolError."""
         return found_in(self.text(path, member), self._name(path, member), text)
 
     def text(self, path: str, member: str = "") -> Text:
-        """Returns a whole document. Raises ToolError."""
         if MEMBER_MARK in path and not member:
             path, _, member = path.partition(MEMBER_MARK)
         file = self._file(path)
@@ -328,7 +314,7 @@ class DocumentReader:
 
 
 def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS) -> str:
-    """Returns the page of `text` that starts at `offset`, below a header line."""
+    """The page of `text` that starts at `offset`, below a header line."""
     size = len(text.text)
     if offset and offset >= size:
         raise ToolError(f"{name} ends at character {size:,}; offset {offset:,} is behind that.")
@@ -342,7 +328,7 @@ def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS
 
 
 def found_in(text: Text, name: str, wanted: str) -> str:
-    """Returns the matches of `wanted` in `text`, ignoring case, each with its context."""
+    """The matches of `wanted` in `text`, ignoring case, each with its context."""
     if not wanted.strip():
         raise ToolError("There is nothing to look for.")
     haystack, needle = _folded(text.text), _folded(wanted)

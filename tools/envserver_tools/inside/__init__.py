@@ -29,7 +29,6 @@ TOOLS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Answers the request on standard input."""
     request = json.loads(zlib.decompress(sys.stdin.buffer.read()))
     answer = answer_to(request["tool"], request["arguments"])
     sys.stdout.buffer.write(zlib.compress(json.dumps(answer).encode()))

@@ -17,9 +17,8 @@ _AFTER_SECONDS = 0.2
 
 
 def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
-    """Runs a program; copies the head of its output to standard error at once.
-
-    So the head is known even if the program takes this process down with it.
+    """Runs a program; copies the head of its output to standard error at once, so that the head is
+    known even if the program takes this process down with it.
     """
     try:
         process = subprocess.Popen(
@@ -41,8 +40,7 @@ def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
 def _drain(process: subprocess.Popen[bytes], pipe: int, end: float) -> tuple[str, int, bytes]:
     """Reads until the program has ended; kills it past its time or output.
 
-    Returns:
-        The limit that killed it, the size of its output, and the last bytes beyond the head.
+    Returns the limit that killed it, the size of its output, and the last bytes beyond the head.
     """
     total, tail = 0, bytearray()
     ended = False
