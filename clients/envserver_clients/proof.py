@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from envserver_clients.training.metrics import HELD_OUT, draw_held_out, read_lines
-from envserver_clients.training.settings import from_flags
+from envserver_clients.training.settings import run_command
 
 Task = Literal["sort", "tool"]
 TASKS: Final[tuple[Task, ...]] = ("sort", "tool")
@@ -94,18 +94,20 @@ def prove(settings: ProofSettings, console: Console) -> None:
         model = _start(settings, task)
         jobs.append(_evaluated(settings, task, "start", model, temperature=1))
         jobs.append(_evaluated(settings, task, "start", model, temperature=0))
-    with ThreadPoolExecutor(settings.jobs) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
+    _run_all(settings, jobs)
     jobs = [_tuned(settings, task) for task in tasks]
     for task in tasks:
         for seed in range(settings.seeds):
             last = settings.output / f"{task}-seed-{seed}" / "model"
             jobs.append(_evaluated(settings, task, f"seed-{seed}", last, temperature=0))
+    _run_all(settings, jobs)
+    summarize(settings.output, tasks, console)
+
+
+def _run_all(settings: ProofSettings, jobs: Sequence[Callable[[], None]]) -> None:
     with ThreadPoolExecutor(settings.jobs) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
-    summarize(settings.output, tasks, console)
 
 
 def _start(settings: ProofSettings, task: Task) -> Path:
@@ -216,16 +218,8 @@ def mean_reward(report: Path) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    console = Console()
-    try:
-        prove(
-            from_flags(ProofSettings, arguments, program="python -m envserver_clients.proof"),
-            console,
-        )
-    except EnvserverError as error:
-        console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)
-        return 1
-    return 0
+    program = "python -m envserver_clients.proof"
+    return run_command(ProofSettings, prove, arguments, program=program)
 
 
 if __name__ == "__main__":

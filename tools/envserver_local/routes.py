@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 from envserver_records.errors import EngineRefused
@@ -25,6 +25,16 @@ from .generation import Runner
 from .simulated.tokenizer import DetokenizeBody, read
 from .text import Growing, Row, Sampling, Text
 from .weights import Adapter, Adapters
+
+
+class Progress(NamedTuple):
+    """The tokens `start` to `end` of choice `number` are new; `finish`: it has ended, and why."""
+
+    number: int
+    row: Row
+    start: int
+    end: int
+    finish: str | None
 
 
 class Asking:
@@ -152,6 +162,25 @@ class Asking:
                 await wait()
         check(rows)
 
+    async def progress(self, rows: Sequence[Row]) -> AsyncGenerator[Progress]:
+        """Runs rows; yields what each step added to one, until all have ended. If it is closed
+        earlier, the rows leave the batch."""
+        sent = [0] * len(rows)
+        left = set(range(len(rows)))
+        async with self.running(rows) as wait:
+            while left:
+                await wait()
+                check(rows)
+                for index in sorted(left):
+                    row, start = rows[index], sent[index]
+                    finish, end = row.finish, len(row.logprobs)
+                    if end == start and finish is None:
+                        continue
+                    sent[index] = end
+                    if finish is not None:
+                        left.discard(index)
+                    yield Progress(index, row, start, end, finish)
+
     def _setting(self, body: Sampled, name: str, plain: float) -> float:
         value = getattr(body, name)
         if value is None:
@@ -225,15 +254,11 @@ class Chat:
             first = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
             ids = {"prompt_token_ids": rows[0].prompt} if body.return_token_ids else {}
             yield {**head, "choices": [first], **ids}
-        streams = [_Stream(self, body, index, row) for index, row in enumerate(rows)]
-        async with self._asking.running(rows) as wait:
-            while any(stream.open for stream in streams):
-                await wait()
-                check(rows)
-                for stream in streams:
-                    choice = stream.next()
-                    if choice is not None:
-                        yield {**head, "choices": [choice]}
+        may_call = self._calls.free(body)
+        growing = [None if may_call else Growing(self._text, row) for row in rows]
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for step in steps:
+                yield {**head, "choices": [self._delta(body, step, growing[step.number])]}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": bodies.usage([rows[0].prompt], rows)}
 
@@ -266,7 +291,21 @@ class Chat:
             "stop_reason": row.stop_reason,
         }
 
-    def whole_delta(self, body: ChatBody, row: Row) -> Json:
+    def _delta(self, body: ChatBody, step: Progress, growing: Growing | None) -> Json:
+        row, finish = step.row, step.finish
+        if growing is not None:
+            text = growing.more()
+            delta = {"content": text} if text else {}
+        else:
+            delta = {} if finish is None else self._whole_delta(body, row)
+        choice: Json = {"index": step.number, "delta": delta, "finish_reason": None}
+        choice |= self.facts(body, row, step.start, step.end)
+        if finish is not None:
+            choice["finish_reason"] = "tool_calls" if delta.get("tool_calls") else finish
+            choice["stop_reason"] = row.stop_reason
+        return choice
+
+    def _whole_delta(self, body: ChatBody, row: Row) -> Json:
         """A whole message as one delta, for answers that may contain calls."""
         message = self.message(body, self._text.answer(row))
         delta: Json = {"content": message["content"]} if message["content"] else {}
@@ -275,37 +314,6 @@ class Chat:
                 {"index": place, **call} for place, call in enumerate(message["tool_calls"])
             ]
         return delta
-
-
-class _Stream:
-    def __init__(self, chat: Chat, body: ChatBody, index: int, row: Row) -> None:
-        self.open = True
-        self._chat = chat
-        self._body = body
-        self._index = index
-        self._row = row
-        self._told = 0
-        self._growing = None if chat._calls.free(body) else Growing(chat._text, row)
-
-    def next(self) -> Json | None:
-        """Returns the next chunk's choice; None if there is nothing new."""
-        row = self._row
-        finish, count = row.finish, len(row.logprobs)
-        if not self.open or (count == self._told and finish is None):
-            return None
-        if self._growing is not None:
-            text = self._growing.more()
-            delta = {"content": text} if text else {}
-        else:
-            delta = {} if finish is None else self._chat.whole_delta(self._body, row)
-        choice: Json = {"index": self._index, "delta": delta, "finish_reason": None}
-        choice |= self._chat.facts(self._body, row, self._told, count)
-        self._told = count
-        if finish is not None:
-            self.open = False
-            choice["finish_reason"] = "tool_calls" if delta.get("tool_calls") else finish
-            choice["stop_reason"] = row.stop_reason
-        return choice
 
 
 class Completions:
@@ -340,30 +348,18 @@ class Completions:
     async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
         head = bodies.head("cmpl", "text_completion", body.model or self._asking.model)
         growing = [Growing(self._text, row) for row in rows]
-        sent = [0] * len(rows)
-        left = set(range(len(rows)))
-        async with self._asking.running(rows) as wait:
-            while left:
-                await wait()
-                check(rows)
-                for index in sorted(left):
-                    row = rows[index]
-                    finish, count = row.finish, len(row.logprobs)
-                    if count == sent[index] and finish is None:
-                        continue
-                    choice = {
-                        "index": index,
-                        "text": growing[index].more(),
-                        **self._facts(body, row, sent[index], count),
-                        "finish_reason": finish,
-                        "stop_reason": row.stop_reason,
-                    }
-                    if body.return_token_ids:
-                        choice["prompt_token_ids"] = row.prompt if sent[index] == 0 else None
-                    sent[index] = count
-                    if finish is not None:
-                        left.discard(index)
-                    yield {**head, "choices": [choice]}
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for index, row, start, end, finish in steps:
+                choice = {
+                    "index": index,
+                    "text": growing[index].more(),
+                    **self._facts(body, row, start, end),
+                    "finish_reason": finish,
+                    "stop_reason": row.stop_reason,
+                }
+                if body.return_token_ids:
+                    choice["prompt_token_ids"] = row.prompt if start == 0 else None
+                yield {**head, "choices": [choice]}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": self._usage(body, rows)}
 
@@ -499,28 +495,17 @@ class Tokens:
         """The prompt's ids are in the first chunk."""
         head = self._head(body)
         growing = [Growing(self._text, row) for row in rows]
-        sent = [0] * len(rows)
-        left = set(range(len(rows)))
         prompt = {"prompt_token_ids": body.token_ids} if body.return_token_ids else {}
-        async with self._asking.running(rows) as wait:
-            while left:
-                await wait()
-                check(rows)
-                for index in sorted(left):
-                    row = rows[index]
-                    finish, count = row.finish, len(row.logprobs)
-                    if count == sent[index] and finish is None:
-                        continue
-                    choice = {"index": index, **self._facts(body, row, sent[index], count)}
-                    choice |= {"finish_reason": None, "stop_reason": None}
-                    if body.output_mode == "text":
-                        choice["text"] = growing[index].more()
-                    sent[index] = count
-                    if finish is not None:
-                        left.discard(index)
-                        choice |= self._end(row)
-                    yield {**head, "choices": [choice], **prompt}
-                    prompt = {}
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for index, row, start, end, finish in steps:
+                choice = {"index": index, **self._facts(body, row, start, end)}
+                choice |= {"finish_reason": None, "stop_reason": None}
+                if body.output_mode == "text":
+                    choice["text"] = growing[index].more()
+                if finish is not None:
+                    choice |= self._end(row)
+                yield {**head, "choices": [choice], **prompt}
+                prompt = {}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": bodies.usage([body.token_ids], rows)}
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import orjson
@@ -62,9 +62,8 @@ from .bodies import (
     refuse_foreign,
 )
 from .generation import Generator, Runner
-from .options import Options
 from .routes import Asking, Chat, Completions, Tokens
-from .serving import (
+from .simulated.server import (
     ProgramsOnly,
     QuietServer,
     decoded,
@@ -78,6 +77,9 @@ from .serving import (
 from .simulated.tokenizer import DetokenizeBody, read
 from .text import PauseMode, Row, Sampling, Scheduler, Text
 from .weights import Adapters, Receiver
+
+if TYPE_CHECKING:
+    from .__main__ import Options
 
 
 class Metrics(Collector):

@@ -188,11 +188,6 @@ def _held(text: str, stops: Sequence[str]) -> int:
     return most
 
 
-# Pure: no torch and no clock. A row belongs to the engine's thread, which only appends to its
-# lists. Waiting code reads them, and reads the row's end once `finish` is set. Rows join in order
-# of arrival as soon as a slot is free; none joins while sampling is paused. What always holds: a
-# row is in exactly one state: waiting, running or gone.
-
 Ranked = list[tuple[int, float]]
 """Ids with their logprobs, the most likely first."""
 

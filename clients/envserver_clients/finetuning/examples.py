@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from envserver_records import InputError
 from jinja2 import TemplateError
@@ -25,6 +26,7 @@ from .conversation import Conversation, Message, Plain, Tokens, Tools, read_pair
 # ends the turn.
 
 Span = tuple[int, int]
+T = TypeVar("T")
 
 NOT_TRAINED = -100
 """The label of context tokens."""
@@ -274,7 +276,7 @@ def encoded_rows(
         "chat": lambda prompt: False,
         "plain": lambda prompt: True,
     }
-    fit = partial(_fit, counts=counts, max_length=limits.max_length, too_long=limits.too_long)
+    fit = partial(_fit, counts=counts, limits=limits)
     before: Any = None
     for place, row in rows_of(paths):
         counts.rows += 1
@@ -307,6 +309,7 @@ def pair_examples(
     max_length: int,
     too_long: TooLong,
 ) -> Iterator[Example]:
+    limits = Limits(max_length, too_long)
     for place, row in rows_of(paths):
         counts.rows += 1
         pair = read_pair(row, place)
@@ -315,7 +318,7 @@ def pair_examples(
             counts.dropped_nothing_to_train += 1
         elif any(len(one) > 1 for one in both):
             counts.dropped_not_continued += 1
-        elif fitting := _fitting(both[0][0], both[1][0], counts, max_length, too_long):
+        elif fitting := _fitting(both[0][0], both[1][0], counts, limits):
             chosen, rejected = fitting
             _count(counts, chosen, rejected)
             counts.examples += 1
@@ -328,16 +331,14 @@ def pair_examples(
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
-def _fit(
-    one: Encoded, *, counts: ExampleCounts, max_length: int, too_long: TooLong
-) -> Encoded | None:
+def _fit(one: Encoded, counts: ExampleCounts, limits: Limits) -> Encoded | None:
     """The example within the limit; None if it is left out (and counted)."""
-    if len(one.ids) > max_length:
-        if too_long == "drop":
+    if len(one.ids) > limits.max_length:
+        if limits.too_long == "drop":
             counts.dropped_too_long += 1
             return None
         counts.truncated += 1
-        one = one.cut(max_length)
+        one = one.cut(limits.max_length)
     if not any(one.trained):
         counts.dropped_nothing_to_train += 1
         return None
@@ -345,15 +346,15 @@ def _fit(
 
 
 def _fitting(
-    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, max_length: int, too_long: TooLong
+    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, limits: Limits
 ) -> tuple[Encoded, Encoded] | None:
     """Both within the limit, or None; a pair is counted once."""
-    if max(len(chosen.ids), len(rejected.ids)) > max_length:
-        if too_long == "drop":
+    if max(len(chosen.ids), len(rejected.ids)) > limits.max_length:
+        if limits.too_long == "drop":
             counts.dropped_too_long += 1
             return None
         counts.truncated += 1
-        chosen, rejected = chosen.cut(max_length), rejected.cut(max_length)
+        chosen, rejected = chosen.cut(limits.max_length), rejected.cut(limits.max_length)
     if not (any(chosen.trained) and any(rejected.trained)):
         counts.dropped_nothing_to_train += 1
         return None
@@ -377,18 +378,13 @@ def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> 
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        for batch in _batches(examples):
+        for batch in batches(examples, _BATCH):
             stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             count += len(batch)
     return Dataset.from_file(str(path)) if count else None
 
 
-def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    batch: list[Example] = []
-    for one in examples:
-        batch.append(one)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    each = iter(items)
+    while batch := list(islice(each, size)):
         yield batch

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final
 
 import torch
 
 from .conversation import Tools, are_valid, calls_in
-from .examples import Encoded, Span
+from .examples import Encoded, Span, batches
 
 Row = tuple[Encoded, Tools | None]
 
@@ -86,7 +85,7 @@ class HeldOut:
         model.eval()
         try:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self.half):
-                for batch in _batches(self.rows(), self.batch_size):
+                for batch in batches(self.rows(), self.batch_size):
                     self._score(model, batch, device, everything, called)
                     self._write(model, batch, device, written)
         finally:
@@ -157,8 +156,3 @@ class HeldOut:
         )
         text: str = self.tokenizer.decode(ids[0, start:])
         return text
-
-
-def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while batch := list(islice(rows, size)):
-        yield batch

@@ -24,7 +24,15 @@ from envserver_records import ConfigError, ConflictError, InputError
 from envserver_records.files import replace_file
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PrinterCallback,
+    TrainerCallback,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from envserver_clients.training.metrics import JsonLines, read_lines
 
@@ -180,9 +188,6 @@ class Method(Generic[S]):
 
 
 def prepare(settings: FinetuneSettings) -> None:
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()  # it would show one per file for short reads
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -284,8 +289,6 @@ class Training(Generic[S]):
         return {name: kinds[name].default for name in _NEWER if name in kinds}
 
     def _encoder(self) -> tuple[Any, Encoder]:
-        from transformers import AutoTokenizer, GenerationConfig
-
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self._settings.model)
         except (OSError, ValueError) as error:
@@ -305,8 +308,6 @@ class Training(Generic[S]):
         return written(examples, self._method.columns, self._work / f"{name}.arrow")
 
     def _trained(self, tokenizer: Any, train: Any, validation: Any, heldout: HeldOut | None) -> Any:
-        from transformers import PrinterCallback
-
         checkpoints = self._work / "checkpoints"
         last = _last_whole(checkpoints)
         step = int(last.name.rpartition("-")[2]) if last else 0
@@ -412,9 +413,6 @@ def _last_whole(checkpoints: Path) -> Path | None:
 
 def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, base: str) -> None:
     """Saves what engines and transformers load: the model, or only the adapter (PEFT)."""
-    import torch
-    from transformers import AutoConfig
-
     if settings.lora:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -435,9 +433,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, 
 
 def _on_whole_base(base: str, adapter: Path) -> Any:
     """Loads the adapter on the base's own weights: 4-bit ones would be merged with their error."""
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return PeftModel.from_pretrained(whole, adapter)

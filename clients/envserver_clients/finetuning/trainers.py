@@ -6,16 +6,29 @@ which would render conversations again and train everything after the prompt, is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from envserver_records import ConfigError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from .examples import NOT_TRAINED
+from .examples import (
+    NOT_TRAINED,
+    PAIR_COLUMNS,
+    SFT_COLUMNS,
+    Encoder,
+    Example,
+    ExampleCounts,
+    Limits,
+    encoded_rows,
+    pair_examples,
+    sft_examples,
+)
+from .heldout import HeldOut
+from .runs import Method
 from .settings import DpoSettings, FinetuneSettings, SftSettings
 
 
@@ -34,15 +47,7 @@ def sft_trainer(
         packing=settings.packing,
         eval_packing=False,
     )
-    return _made(
-        SFTTrainer,
-        settings,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=train,
-        eval_dataset=validation,
-        callbacks=list(callbacks),
-    )
+    return _made(SFTTrainer, settings, arguments, tokenizer, train, validation, callbacks)
 
 
 def dpo_trainer(
@@ -62,16 +67,9 @@ def dpo_trainer(
         remove_unused_columns=False,
     )
     padding = tokenizer.pad_token_id
-    return _made(
-        _PairsTrainer,
-        settings,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=train,
-        eval_dataset=validation,
-        data_collator=PairCollator(tokenizer.eos_token_id if padding is None else padding),
-        callbacks=list(callbacks),
-    )
+    collator = PairCollator(tokenizer.eos_token_id if padding is None else padding)
+    common = (arguments, tokenizer, train, validation, callbacks)
+    return _made(_PairsTrainer, settings, *common, data_collator=collator)
 
 
 class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library without types
@@ -107,10 +105,24 @@ class PairCollator:
         }
 
 
-def _made(trainer: Any, settings: FinetuneSettings, **given: Any) -> Any:
+def _made(
+    trainer: Any,
+    settings: FinetuneSettings,
+    arguments: Any,
+    tokenizer: Any,
+    train: Any,
+    validation: Any,
+    callbacks: Sequence[TrainerCallback],
+    **given: Any,
+) -> Any:
     try:
         made = trainer(
             model=settings.model,
+            args=arguments,
+            processing_class=tokenizer,
+            train_dataset=train,
+            eval_dataset=validation,
+            callbacks=list(callbacks),
             peft_config=_lora(settings),
             quantization_config=quantization(settings),
             **given,
@@ -207,3 +219,36 @@ def is_half(settings: FinetuneSettings) -> bool:
     if settings.dtype != "auto":
         return settings.dtype == "bfloat16"
     return _has_gpu(settings) and torch.cuda.is_bf16_supported()
+
+
+def _sft_examples(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
+) -> Iterator[Example]:
+    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
+    return sft_examples(paths, encoder, counts, **limits, prompts=settings.prompts)
+
+
+def _pair_examples(
+    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
+) -> Iterator[Example]:
+    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
+    return pair_examples(paths, encoder, counts, **limits)
+
+
+def _heldout(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, tokenizer: Any
+) -> HeldOut:
+    limits = Limits(settings.max_length, settings.too_long)
+    return HeldOut(
+        tokenizer,
+        lambda: encoded_rows(paths, encoder, ExampleCounts(), limits, prompts=settings.prompts),
+        batch_size=settings.batch_size,
+        calls=settings.check_calls,
+        half=is_half(settings),
+    )
+
+
+SFT: Final = Method(
+    "sft", SFT_COLUMNS, _sft_examples, sft_trainer, lambda given: given.turns == "last", _heldout
+)
+DPO: Final = Method("dpo", PAIR_COLUMNS, _pair_examples, dpo_trainer)

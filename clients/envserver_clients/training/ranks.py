@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .children import end_with_parent
+from .settings import end_with_parent
 
 _WAIT: Final = timedelta(days=7)
 """The others wait so long for rank 0, which waits for batches. A rank that died is noticed at once:

@@ -131,38 +131,43 @@ class TuningJobs:
 
     def create(self, body: Mapping[str, Any]) -> Job:
         """Launches a job, or returns the one with the same run label."""
-        run = body["labels"][RUN]
-        for pause in self._pauses("launching"):
-            if (found := self.find(run)) is not None:
-                return found
-            job = self._once("POST", f"{self._parent}/tuningJobs", json=dict(body))
-            if job is not None:
-                return job
-            pause()
-        raise self._gave_up("launch the job")
+        run, path = body["labels"][RUN], f"{self._parent}/tuningJobs"
+        return self._patiently(
+            "launch the job", lambda: self.find(run) or self._once("POST", path, json=dict(body))
+        )
 
     def get(self, name: str) -> Job:
-        return self._patiently("GET", name)
+        return self._patiently(f"answer about {name}", lambda: self._once("GET", name))
 
     def find(self, run: str) -> Job | None:
-        page = ""
+        params, path = {"pageSize": "100"}, f"{self._parent}/tuningJobs"
         while True:
-            params = {"pageSize": "100", **({"pageToken": page} if page else {})}
-            found = self._patiently("GET", f"{self._parent}/tuningJobs", params=params)
+            found = self._patiently(
+                f"answer about {path}", lambda: self._once("GET", path, params=params)
+            )
             for job in found.get("tuningJobs", []):
                 if job.get("labels", {}).get(RUN) == run:
                     return dict(job)
-            page = str(found.get("nextPageToken", ""))
-            if not page:
+            params["pageToken"] = str(found.get("nextPageToken", ""))
+            if not params["pageToken"]:
                 return None
 
-    def _patiently(self, method: str, path: str, **more: Any) -> Job:
-        for pause in self._pauses(path):
-            answer = self._once(method, path, **more)
-            if answer is not None:
+    def _patiently(self, what: str, attempt: Callable[[], Job | None]) -> Job:
+        """The first answer that is not None; pauses grow until the patience ends."""
+        until = time.monotonic() + self._patience.seconds
+        backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
+        for tried in itertools.count(1):
+            left = until - time.monotonic()
+            if (answer := attempt()) is not None:
                 return answer
-            pause()
-        raise self._gave_up(f"answer about {path}")
+            pause = backoff.seconds(tried, random.random())
+            if pause > left:
+                break
+            time.sleep(pause)
+        raise EngineUnavailable(
+            f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
+            hint="A launched job continues; the same command watches it again.",
+        )
 
     def _once(self, method: str, path: str, **more: Any) -> Job | None:
         """The answer; None if a later try may help."""
@@ -185,23 +190,6 @@ class TuningJobs:
             f"The service answers {answer.status_code} to {method} {path}: {_error_text(answer)}",
             hint=_HINTS.get(answer.status_code, ""),
             status=answer.status_code,
-        )
-
-    def _pauses(self, what: str) -> Iterator[Callable[[], None]]:
-        """Functions that sleep for growing times, until the patience ends."""
-        until = time.monotonic() + self._patience.seconds
-        backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
-        for tried in itertools.count(1):
-            left = until - time.monotonic()
-            length = backoff.seconds(tried, random.random())
-            yield lambda length=length: time.sleep(length)  # type: ignore[misc]
-            if length > left:
-                return
-
-    def _gave_up(self, what: str) -> EngineUnavailable:
-        return EngineUnavailable(
-            f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
-            hint="A launched job continues; the same command watches it again.",
         )
 
 

@@ -98,6 +98,27 @@ class PromptCheck:
         return worst, sized.index(worst)
 
 
+def matched(
+    check: PromptCheck, found: Sequence[float], what: str, hint: str, version: int, old: int | None
+) -> float:
+    """The largest difference of the engine's logprobs from the trainer's; `old`: the last correct
+    version. Raises WeightsMismatch: it is too large.
+    """
+    difference, token = check.widest(found)
+    if difference > check.tolerance:
+        raise WeightsMismatch(
+            f"Its logprobs for {what} differ from the trainer's: "
+            f"by {difference:.3g} at token {token}; {check.tolerance:g} is allowed.",
+            hint=hint,
+            version=version,
+            old_version=old,
+            difference=difference,
+            tolerance=check.tolerance,
+            token=token,
+        )
+    return difference
+
+
 Json = dict[str, Any]
 T = TypeVar("T")
 _RESET_PAUSE_SECONDS: Final = 0.2
@@ -142,11 +163,15 @@ class Timeouts:
     transfer: float = 60.0
 
 
+def root_of(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class EngineControl:
     """Controls the engine at `url` (with or without `/v1`)."""
 
     def __init__(self, url: str, timeouts: Timeouts, api_key: str = "") -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = root_of(url)
         self._timeouts = timeouts
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = ServersClient(self.url, headers=headers)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -263,10 +264,14 @@ class PushBase:
     def _quietly(self, what: str, step: Callable[[EngineControl], None]) -> None:
         """Runs `step` at every engine; failures are only logged."""
         for engine in self._engines:
-            try:
-                step(engine)
-            except EngineError as error:
-                log.warning("%s: could not %s: %s", engine.url, what, error)
+            quietly(engine.url, what, partial(step, engine))
+
+
+def quietly(url: str, what: str, step: Callable[[], object]) -> None:
+    try:
+        step()
+    except EnvserverError as error:
+        log.warning("%s: could not %s: %s", url, what, error)
 
 
 class FolderPush(PushBase):

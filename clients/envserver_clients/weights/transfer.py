@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from envserver_records import EngineError, EngineUnavailable, EnvserverError, InputError
+from envserver_records import EngineError, EngineUnavailable, InputError
 
 from .engines import (
     CHANGING,
@@ -39,9 +39,10 @@ from .engines import (
     attempt,
     controls,
     joined,
+    root_of,
 )
 from .full import PAUSE_MODES, checked, weights_name
-from .push import InFlight, Phases, Published, PushBase
+from .push import InFlight, Phases, Published, PushBase, quietly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -496,17 +497,17 @@ class Transfer(PushBase):
             self._links.pop(url, None)
             for engine in self._engines:
                 if engine.url == url:
-                    _quietly(url, "pause it", partial(engine.pause, "abort"))
-                    _quietly(url, "name its weights", partial(engine.name_weights, CHANGING))
+                    quietly(url, "pause it", partial(engine.pause, "abort"))
+                    quietly(url, "name its weights", partial(engine.name_weights, CHANGING))
             if self._server is not None:
                 for row in self._rows(url):
-                    _quietly(url, "set it aside", partial(self._server.pause_engine, row["id"]))
+                    quietly(url, "set it aside", partial(self._server.pause_engine, row["id"]))
 
     def _tell(self, url: str, version: int, *, only_if_unknown: bool = False) -> None:
         for row in self._rows(url):
             known = row["standing"] == "used" and row["weights_version"] == version
             if self._server is not None and not (only_if_unknown and known):
-                _quietly(
+                quietly(
                     url,
                     "tell the server its version",
                     partial(self._server.resume_engine, row["id"], version),
@@ -516,7 +517,7 @@ class Transfer(PushBase):
         if self._server is None:
             return []
         rows = self._server.engines()
-        return [row for row in rows if row["id"] and _root(str(row["url"])) == url]
+        return [row for row in rows if row["id"] and root_of(str(row["url"])) == url]
 
 
 class _Survivors:
@@ -536,14 +537,3 @@ class _Survivors:
                 raise EngineError("There are no engines.", hint="GET /v1/engines lists them.")
             raise joined(self.failed, len(self.failed), phase)
         return done
-
-
-def _quietly(url: str, what: str, step: Callable[[], object]) -> None:
-    try:
-        step()
-    except EnvserverError as error:
-        log.warning("%s: could not %s: %s", url, what, error)
-
-
-def _root(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1")

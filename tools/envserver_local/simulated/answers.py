@@ -159,13 +159,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
             yield {**head, "choices": [], "usage": usage([self.sampled])}
 
     def _head(self, kind: str) -> Json:
-        return {
-            "id": f"chatcmpl-{self.sampled.completions[0].key}",
-            "object": kind,
-            "created": self.created,
-            "model": MODEL,
-            "system_fingerprint": FINGERPRINT,
-        }
+        return _head(f"chatcmpl-{self.sampled.completions[0].key}", kind, self.created)
 
     def _parsed(self, completion: Completion) -> tuple[str | None, list[Json]]:
         """Content and calls; without tools in the request nothing is parsed as a call."""
@@ -261,13 +255,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return [(one.prompt, completion) for one in self.sampled for completion in one.completions]
 
     def _head(self) -> Json:
-        return {
-            "id": f"cmpl-{self.sampled[0].completions[0].key}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": MODEL,
-            "system_fingerprint": FINGERPRINT,
-        }
+        key = self.sampled[0].completions[0].key
+        return _head(f"cmpl-{key}", "text_completion", self.created)
 
     def _choice(self, prompt: Prompt, completion: Completion) -> Json:
         scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
@@ -345,6 +334,11 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
                 for completion in completions
             ]
         return answer
+
+
+def _head(name: str, kind: str, created: int) -> Json:
+    head = {"id": name, "object": kind, "created": created}
+    return {**head, "model": MODEL, "system_fingerprint": FINGERPRINT}
 
 
 def usage(sampled: list[Sampled]) -> Json:

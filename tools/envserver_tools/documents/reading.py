@@ -11,11 +11,10 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from ..calling import Tool, ToolError, toolbox
+from ..calling import Tool, ToolError, described, integer, toolbox
 from . import bounded as archives
-from . import html, images, markup, media, office
+from . import html, markup, media, office
 from .bounded import Limits, PassedLimits, bounded
 from .html import html_to_text
 
@@ -162,7 +161,7 @@ def read_bytes(
     kind = kind or kind_of(data, name)
     try:
         return _read(data, kind, base_url, limits)
-    except (archives.BadArchive, images.BadImage) as error:
+    except (archives.BadArchive, media.BadImage) as error:
         raise DocumentError(f"{name}: {error}") from error
     except ImportError as error:
         raise DocumentError(
@@ -181,7 +180,7 @@ def kind_of(data: bytes, name: str) -> str:
         return _old_kind(data)
     if data[:1024].lstrip().startswith(b"%PDF-"):
         return "pdf"
-    picture_or_sound = images.kind_of(data) or media.kind_of(data)
+    picture_or_sound = media.image_kind(data) or media.sound_kind(data)
     if picture_or_sound:
         return picture_or_sound
     if _encoding(data) is None:
@@ -223,10 +222,10 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
         head = data[:32].hex(" ")
         size = f"A binary file of {len(data):,} bytes that begins with {head}."
         return Text(kind, _DESCRIBED[kind] + size)
-    if kind in images.KINDS:
-        return Text(kind, images.facts(data))
-    if kind in media.KINDS and _encoding(data) is None:
-        return Text(kind, media.facts(data, kind))
+    if kind in media.IMAGES:
+        return Text(kind, media.image_facts(data))
+    if kind in media.SOUNDS and _encoding(data) is None:
+        return Text(kind, media.sound_facts(data, kind))
     return Text(kind, decoded(data))
 
 
@@ -369,50 +368,29 @@ _MEMBER = {
     "description": "For a zip archive: the member to read, as its listing names it; "
     f"for an archive in an archive: inner.zip{MEMBER_MARK}name.",
 }
-_READ: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "read_document",
-        "description": "The text of a file: spreadsheets (with formulas and fill colours), PDF, "
-        "text documents, slides, mail, books, CSV, JSON, HTML, code, any other text; the members "
-        "of a zip archive; the size of an image and what is noted in it; the length of a sound. "
-        "Long texts come in pages.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": _PATH,
-                "member": _MEMBER,
-                "offset": {
-                    "type": "integer",
-                    "minimum": 0,
-                    "description": "The first character of the page; default 0.",
-                },
-                "limit": {
-                    "type": "integer",
-                    "minimum": 1,
-                    "maximum": MOST_PAGE_CHARACTERS,
-                    "description": f"Characters of the page; default {PAGE_CHARACTERS}.",
-                },
-            },
-            "required": ["path"],
-            "additionalProperties": False,
-        },
+_READ = described(
+    "read_document",
+    "The text of a file: spreadsheets (with formulas and fill colours), PDF, "
+    "text documents, slides, mail, books, CSV, JSON, HTML, code, any other text; the members "
+    "of a zip archive; the size of an image and what is noted in it; the length of a sound. "
+    "Long texts come in pages.",
+    {
+        "path": _PATH,
+        "member": _MEMBER,
+        "offset": integer("The first character of the page; default 0.", minimum=0),
+        "limit": integer(
+            f"Characters of the page; default {PAGE_CHARACTERS}.", maximum=MOST_PAGE_CHARACTERS
+        ),
     },
-}
-_FIND: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "find_in_document",
-        "description": "Where words stand in a file that read_document can read.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": _PATH,
-                "text": {"type": "string", "description": "The words to look for."},
-                "member": _MEMBER,
-            },
-            "required": ["path", "text"],
-            "additionalProperties": False,
-        },
+    ["path"],
+)
+_FIND = described(
+    "find_in_document",
+    "Where words stand in a file that read_document can read.",
+    {
+        "path": _PATH,
+        "text": {"type": "string", "description": "The words to look for."},
+        "member": _MEMBER,
     },
-}
+    ["path", "text"],
+)

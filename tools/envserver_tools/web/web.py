@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from ..calling import Tool, ToolError, toolbox
+from ..calling import Tool, ToolError, described, integer, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
 from ..documents.reading import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
 from .fetching import (
@@ -28,7 +28,6 @@ from .fetching import (
     DuckDuckGo,
     FetchLimits,
     Hit,
-    ProviderFailed,
     Raw,
     SearchProvider,
     Tavily,
@@ -502,74 +501,33 @@ def web_tools(web: Web, viewer: Viewer | None = None) -> dict[str, Tool]:
     return toolbox(Tool(SEARCH, search, most), Tool(VISIT, visit, most), Tool(FIND, find, most))
 
 
-def _description(name: str, words: str, needed: int, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": words,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties)[:needed],
-                "additionalProperties": False,
-            },
-        },
-    }
-
-
 _URL = {"type": "string", "description": "The address of the page."}
-SEARCH = _description(
+SEARCH = described(
     "web_search",
     "Searches the web; the best results with title, address and an excerpt.",
-    1,
-    query={"type": "string", "description": "What to search for."},
-    num_results={
-        "type": "integer",
-        "minimum": 1,
-        "maximum": MOST_RESULTS,
-        "description": f"How many results; default {RESULTS}.",
+    {
+        "query": {"type": "string", "description": "What to search for."},
+        "num_results": integer(f"How many results; default {RESULTS}.", maximum=MOST_RESULTS),
+        "filter_year": integer("Only pages of this year; default: of all years.", *YEARS),
     },
-    filter_year={
-        "type": "integer",
-        "minimum": YEARS[0],
-        "maximum": YEARS[1],
-        "description": "Only pages of this year; default: of all years.",
-    },
+    ["query"],
 )
-VISIT = _description(
+VISIT = described(
     "visit_page",
     "The text of a web page, or of a document on the web (PDF, spreadsheet ...), in pages.",
-    1,
-    url=_URL,
-    offset={
-        "type": "integer",
-        "minimum": 0,
-        "description": "The first character of the page; default 0.",
+    {
+        "url": _URL,
+        "offset": integer("The first character of the page; default 0.", minimum=0),
+        "limit": integer(
+            f"Characters of the page; default {PAGE_CHARACTERS}.", maximum=MOST_PAGE_CHARACTERS
+        ),
     },
-    limit={
-        "type": "integer",
-        "minimum": 1,
-        "maximum": MOST_PAGE_CHARACTERS,
-        "description": f"Characters of the page; default {PAGE_CHARACTERS}.",
-    },
+    ["url"],
 )
-FIND = _description(
+FIND = described(
     "find_in_page",
     "Where words stand on a web page, with what is around them.",
-    2,
-    url=_URL,
-    text={"type": "string", "description": "The words to look for."},
+    {"url": _URL, "text": {"type": "string", "description": "The words to look for."}},
+    ["url", "text"],
 )
 DESCRIPTIONS = (SEARCH, VISIT, FIND)
-
-__all__ = [
-    "DESCRIPTIONS",
-    "LEAK",
-    "LEAK_SEEN",
-    "ProviderFailed",
-    "Viewer",
-    "Web",
-    "WebSettings",
-    "web_tools",
-]

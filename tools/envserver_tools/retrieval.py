@@ -1,4 +1,6 @@
-"""BM25 over passages: `FewPassages` without any library, `PassageIndex` for whole corpora.
+"""Finds texts that match a query: by BM25 in plain texts or passages, or by a retriever over HTTP.
+
+`FewPassages` needs no library, `PassageIndex` is for whole corpora.
 
 Both give the same hits with the same scores (Lucene's form, a word counts as often as the query
 says it). Words are runs of two or more letters and digits in lower case, but for the commonest
