@@ -1,8 +1,4 @@
-"""Clients for trainers and data makers that get groups from a server.
-
-`http` has the clients and shows how a trainer uses them, `records` has what they return;
-`adapters`, `weights` and the commands (`grpo`, `sft`, `dpo`, `vertex`) need the package's extras.
-"""
+"""Clients for trainers and data makers that get groups from a server."""
 
 from __future__ import annotations
 

@@ -9,13 +9,14 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self, Unpack
+from urllib.parse import quote, urlencode
 
 import httpx
-from envserver_records import ConflictError, EnvserverError, NotFoundError
+from envserver_records import ConflictError, EnvserverError, NotFoundError, Split, Trajectory
 from envserver_records.http_errors import Urls, authorization
 from envserver_records.servers import AsyncServersClient
 from envserver_records.waiting import cancel_and_wait
-from envserver_records.wire import GroupSummary
+from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM, GroupSummary
 
 from .protocol import (
     HAS_ZSTD,
@@ -23,28 +24,34 @@ from .protocol import (
     Answer,
     BatchLimits,
     Call,
-    Calls,
     Delivery,
+    EstimatePage,
     InFlight,
     LeaseStreamReader,
-    OnDemand,
     Retries,
+    ServerUnreachable,
+    TaskEstimate,
+    TaskPage,
+    TaskSummary,
     batch_of,
     checked,
     decompress,
+    new_key,
     object_of,
     pause_before_next,
     retries_for,
+    rollouts_in,
 )
-from .records import Batch, ClientGroup, decode_batch, decode_group, decode_page
+from .records import Batch, ClientGroup, decode_batch, decode_group, decode_page, decoded
 
 log = logging.getLogger(__name__)
 
+_PAGE: Final = 1024
 _INLINE_BYTES: Final = 256 * 1024
 """Smaller answers are decompressed on the event loop, larger ones in a thread."""
 
 
-class EnvClient(OnDemand):
+class EnvClient:
     """Leases batches for one run; an async context manager that registers the run.
 
     Args:
@@ -82,14 +89,12 @@ class EnvClient(OnDemand):
         retries: Retries | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._has_run = run is not None
-        self._calls = Calls(
-            run or "",
-            batch_size=batch_size,
-            delivery=delivery,
-            environments=environments,
-            settings=settings,
-        )
+        self._run = run
+        self._path = f"/v1/runs/{quote(run or '', safe='')}"
+        self._about: dict[str, Any] = {"name": run or "", "batch_size": batch_size}
+        self._about |= {"delivery": delivery, "environments": list(environments)}
+        if settings:
+            self._about["settings"] = settings
         self._url = url
         self._keep_seconds = keep_leases_seconds
         self._compress = compress
@@ -101,11 +106,11 @@ class EnvClient(OnDemand):
         self._http = AsyncServersClient(url, transport=transport, headers=headers)
 
     def __repr__(self) -> str:
-        return f"EnvClient({self._url!r}, run={self._calls.name!r})"
+        return f"EnvClient({self._url!r}, run={self._about['name']!r})"
 
     async def __aenter__(self) -> Self:
         try:
-            if self._has_run:
+            if self._run is not None:
                 await self.register()
         except BaseException:
             await self.close()
@@ -115,7 +120,6 @@ class EnvClient(OnDemand):
         return self
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Starts a task that runs until it ends or the client is closed."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -138,7 +142,7 @@ class EnvClient(OnDemand):
         Raises:
             ConflictError: a run of this name has another delivery.
         """
-        return object_of(await self._send(self._calls.register()))
+        return await self._json("POST", "/v1/runs", self._about)
 
     async def resume(self, checkpoint: str | None) -> dict[str, Any]:
         """Goes back to a checkpoint: groups acknowledged after it are delivered again in their old
@@ -151,19 +155,22 @@ class EnvClient(OnDemand):
         Raises:
             NotFoundError: the run has no such checkpoint.
         """
-        answer = object_of(await self._send(self._calls.resume(checkpoint)))
+        since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
+        # The key makes a late copy of this request harmless.
+        answer = await self._json("POST", "/v1/runs", self._about | since, headers=new_key())
         self._held.clear()
         return answer
 
     async def checkpoints(self) -> list[dict[str, Any]]:
         """Returns `name`, `acked_groups` and `created_at` of each checkpoint, oldest first."""
-        answer = object_of(await self._send(self._calls.checkpoints()))
-        found: list[dict[str, Any]] = answer["checkpoints"]
+        found: list[dict[str, Any]] = (await self._json("GET", f"{self._path}/checkpoints"))[
+            "checkpoints"
+        ]
         return found
 
     async def close_run(self) -> None:
         """Ends the run: gives back its open leases; the server keeps no more groups for it."""
-        await self._send(self._calls.close_run())
+        await self._send(Call("POST", f"{self._path}/close"))
         self._held.clear()
 
     # Groups
@@ -177,11 +184,22 @@ class EnvClient(OnDemand):
             whole: lease only a full batch (of `max_groups`, or `batch_size` groups).
             wanted: see `BatchLimits`.
         """
-        call = self._calls.lease(whole=whole, wait_seconds=wait_seconds, wanted=wanted)
+        body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
+        path = f"{self._path}/lease"
+        call = Call("POST", path, body, GROUPS_MSGPACK, wait_seconds, new_key())
         batch = batch_of(await self._send(call))
         if batch is not None:
             self._held.add(batch.lease_id)
         return batch
+
+    def _limits(self, whole: bool, wanted: BatchLimits) -> dict[str, Any]:
+        limits: dict[str, Any] = dict(wanted)
+        if not {"max_groups", "max_sequences", "max_tokens"} & limits.keys():
+            limits["max_groups"] = self._about["batch_size"]
+        limits.setdefault("min_groups", limits.get("max_groups", 1) if whole else 1)
+        if "environments" in limits:
+            limits["environments"] = list(limits["environments"])
+        return limits
 
     async def batches(
         self,
@@ -232,13 +250,10 @@ class EnvClient(OnDemand):
             ServerUnreachable: the connection could not be made again after all tries.
             NotFoundError, ConflictError: the run does not exist, or it is closed.
         """
-        call = self._calls.stream(
-            stream_id=uuid.uuid4().hex,
-            whole=whole,
-            window=window,
-            give_back=give_back,
-            wanted=wanted,
-        )
+        query = self._limits(whole, wanted) | {"stream": uuid.uuid4().hex, "window": window}
+        query["on_hangup"] = "give_back" if give_back else "keep"
+        path = f"{self._path}/stream?{urlencode(query, doseq=True)}"
+        call = Call("GET", path, accept=LEASE_STREAM)
         arrived: asyncio.Queue[Batch | None] = asyncio.Queue()  # bounded by the window
         reader = self._start(self._read_stream(call, arrived), "lease-stream")
         try:
@@ -325,29 +340,31 @@ class EnvClient(OnDemand):
         await self._close_lease("nack", batch, reason=reason)
 
     async def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Takes groups that cannot be used out of the batch: they are never delivered again.
-        Train on the others, and acknowledge the batch as usual.
+        """Takes groups that cannot be used out of the batch: they are never delivered again. The
+        batch is acknowledged as usual.
         """
-        ids = list(group_ids)
-        call = self._calls.on_lease("nack", _lease_id(batch), group_ids=ids, reason=reason)
-        await self._send(call)
+        await self._on_lease("nack", batch, group_ids=list(group_ids), reason=reason)
 
     async def _close_lease(self, what: str, batch: Batch | str, **more: Any) -> None:
         lease_id = _lease_id(batch)
         try:
-            await self._send(self._calls.on_lease(what, lease_id, **more))
+            await self._on_lease(what, lease_id, **more)
         except (ConflictError, NotFoundError):
             self._held.discard(lease_id)
             raise
         self._held.discard(lease_id)
 
+    async def _on_lease(self, what: str, batch: Batch | str, **more: Any) -> Answer:
+        given = {name: value for name, value in more.items() if value is not None}
+        body = {"lease_id": _lease_id(batch), **given}
+        return await self._send(Call("POST", f"{self._path}/{what}", body))
+
     async def extend(self, batch: Batch | str, seconds: float) -> float:
         """Sets the end of the lease to `seconds` from now; returns it (the server's clock)."""
-        call = self._calls.on_lease("extend", _lease_id(batch), seconds=seconds)
-        return float(object_of(await self._send(call))["expires_at"])
+        answer = await self._on_lease("extend", batch, seconds=seconds)
+        return float(object_of(answer)["expires_at"])
 
     async def _keep(self, seconds: float) -> None:
-        """Extends the open leases periodically until cancelled."""
         while True:
             await asyncio.sleep(seconds / 3)
             for lease_id in list(self._held):
@@ -364,17 +381,121 @@ class EnvClient(OnDemand):
 
         Nothing is leased. For the next page pass the last summary's `seq`.
         """
-        return decode_page((await self._send(self._calls.groups(after, limit))).content)
+        call = Call("GET", f"/v1/groups?after={after}&limit={limit}")
+        return decode_page((await self._send(call)).content)
 
     async def get_group(self, group_id: str) -> ClientGroup:
         """Returns one group with its rows, in any state, without leasing or consuming it."""
-        return decode_group((await self._send(self._calls.group(group_id))).content)
+        call = Call("GET", f"/v1/groups/{quote(group_id, safe='')}", accept=GROUP_MSGPACK)
+        return decode_group((await self._send(call)).content)
+
+    # Tasks
+
+    async def tasks(
+        self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
+    ) -> list[TaskSummary]:
+        """Returns the tasks of an environment in their order, without their hidden parts.
+
+        Args:
+            split: default: the one that the server serves.
+            after: number of tasks to skip.
+            limit: maximum number of tasks.
+
+        Raises:
+            NotFoundError: the server does not have the environment.
+        """
+        query = {"environment": environment, "split": split}
+        return await self._pages("/v1/tasks", query, TaskPage, "a page of tasks", after, limit)
+
+    async def task_estimates(
+        self,
+        *,
+        environment: str | None = None,
+        split: Split | None = None,
+        after: int = 0,
+        limit: int | None = None,
+    ) -> list[TaskEstimate]:
+        """Returns how often each task is solved; tasks that were never scored are left out.
+
+        Args:
+            environment, split: only tasks of these. Default: all.
+            after: only tasks with a larger `number`.
+            limit: maximum number of tasks. Default: all.
+        """
+        query = {"environment": environment, "split": split}
+        what = "a page of estimates"
+        return await self._pages("/v1/tasks/estimates", query, EstimatePage, what, after, limit)
+
+    async def _pages(
+        self,
+        path: str,
+        query: dict[str, str | None],
+        kind: type[Any],
+        what: str,
+        after: int | None,
+        limit: int | None,
+    ) -> list[Any]:
+        found: list[Any] = []
+        given = {name: value for name, value in query.items() if value is not None}
+        while after is not None and (limit is None or len(found) < limit):
+            most = _PAGE if limit is None else min(limit - len(found), _PAGE)
+            call = Call("GET", f"{path}?{urlencode(given | {'after': after, 'limit': most})}")
+            page = decoded((await self._send(call)).content, kind, what)
+            found += page.items
+            after = page.next
+        return found
+
+    async def rollouts(
+        self,
+        environment: str,
+        task_ids: Sequence[str],
+        *,
+        group_size: int = 1,
+        split: Split | None = None,
+        key: str | None = None,
+        timeout_seconds: float = 3600.0,
+    ) -> list[list[Trajectory | None]]:
+        """Runs `group_size` rollouts of each task now; returns them in the order of the tasks.
+
+        None stands for a rollout that failed after all its tries without the model's fault.
+
+        Args:
+            task_ids: at most 1024; a repeated id gets several groups.
+            split: the tasks' split. Default: the one that the server serves.
+            key: a repeated request with the same key and tasks returns the same rollouts, as long
+                as the server keeps them. Default: a new key.
+            timeout_seconds: for all rollouts together.
+
+        Raises:
+            NotFoundError: the server does not have the environment or a task.
+            ServerUnreachable: the rollouts were not finished in time, or the server is gone.
+        """
+        if not task_ids:
+            return []
+        order: dict[str, Any] = {"environment": environment, "task_ids": list(task_ids)}
+        order["group_size"] = group_size
+        if split is not None:
+            order["split"] = split
+        headers = new_key() if key is None else {"idempotency-key": key}
+        until = time.monotonic() + timeout_seconds
+        while True:
+            wait = _wait_seconds(until)
+            body = order | {"wait_seconds": wait}
+            call = Call("POST", "/v1/rollouts", body, GROUPS_MSGPACK, wait, headers)
+            answer = await self._send(call)
+            if answer.status != 202:
+                return rollouts_in(answer, task_ids, group_size)
+            if time.monotonic() >= until:
+                raise ServerUnreachable(
+                    f"The rollouts were not all finished within {timeout_seconds:g} s.",
+                    hint="Allow more time; GET /v1/status shows what the server does.",
+                )
 
     # The policy, the engine, the server
 
     async def publish_policy_version(self, version: int) -> None:
         """Reports that the engine now samples with the weights of `version`."""
-        await self._send(self._calls.policy_version(version))
+        await self._send(Call("POST", "/v1/policy-version", {"version": version}))
 
     async def pause_calls(
         self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0
@@ -389,12 +510,16 @@ class EnvClient(OnDemand):
         Returns:
             Whether no call is running any more (always True with "keep"). Paused in any case.
         """
-        answer = await self._send(self._calls.pause(in_flight, timeout_seconds))
-        return bool(object_of(answer)["idle"])
+        body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
+        answer = await self._json(
+            "POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds, headers=new_key()
+        )
+        return bool(answer["idle"])
 
     async def resume_calls(self, version: int | None = None) -> None:
         """Lets model calls continue with the weights of `version`. None: the version as before."""
-        await self._send(self._calls.resume_calls(version))
+        body = {} if version is None else {"version": version}
+        await self._send(Call("POST", "/v1/policy/resume", body, headers=new_key()))
 
     async def register_engine(
         self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
@@ -410,32 +535,42 @@ class EnvClient(OnDemand):
         Raises:
             ConflictError: the engine differs from the server's others.
         """
-        call = self._calls.register_engine(url, version, wait_seconds)
-        row: dict[str, Any] = object_of(await self._send(call))["engine"]
+        body: dict[str, Any] = {"url": url, "wait_seconds": wait_seconds}
+        if version is not None:
+            body["version"] = version
+        answer = await self._json("POST", "/v1/engines", body, extra_seconds=wait_seconds)
+        row: dict[str, Any] = answer["engine"]
         return row
 
     async def engines(self) -> list[dict[str, Any]]:
         """Returns the rows of GET /v1/engines: `id`, `url`, `weights_version`, `standing`, ..."""
-        rows: list[dict[str, Any]] = object_of(await self._send(self._calls.engines()))["engines"]
+        rows: list[dict[str, Any]] = (await self._json("GET", "/v1/engines"))["engines"]
         return rows
 
     async def pause_engine(self, engine_id: str) -> None:
         """Sends no more calls to an engine; its running calls move to another one."""
-        await self._send(self._calls.pause_engine(engine_id))
+        body = {"in_flight": "abort", "timeout_seconds": 1.0}
+        await self._send(Call("POST", f"/v1/engines/{quote(engine_id, safe='')}/pause", body))
 
     async def resume_engine(self, engine_id: str, version: int) -> None:
         """Sends calls to an engine again, which now has the weights of `version`."""
-        await self._send(self._calls.resume_engine(engine_id, version))
+        path = f"/v1/engines/{quote(engine_id, safe='')}/resume"
+        await self._send(Call("POST", path, {"version": version}))
 
     async def status(self) -> dict[str, Any]:
         """Returns GET /v1/status."""
-        return object_of(await self._send(self._calls.status()))
+        return await self._json("GET", "/v1/status")
 
     # Sending
 
     @property
     def _encodings(self) -> str:
         return "zstd" if self._compress and HAS_ZSTD else "identity"
+
+    async def _json(
+        self, method: str, path: str, json: dict[str, Any] | None = None, **more: Any
+    ) -> dict[str, Any]:
+        return object_of(await self._send(Call(method, path, json, **more)))
 
     async def _send(self, call: Call) -> Answer:
         tried = 0
@@ -479,7 +614,7 @@ class EnvClient(OnDemand):
 
 
 class _Refused(Exception):
-    """The server answered with something other than a stream."""
+    """The server's answer is not a stream."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
@@ -494,7 +629,6 @@ def _timeout(seconds: float, call: Call) -> httpx.Timeout:
 
 
 def _wait_seconds(idle_until: float | None) -> float:
-    """Returns how long one lease request may wait at the server."""
     if idle_until is None:
         return LONGEST_WAIT_SECONDS
     return min(LONGEST_WAIT_SECONDS, max(0.0, idle_until - time.monotonic()))

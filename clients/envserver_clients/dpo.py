@@ -10,9 +10,7 @@ answered in between; after a kill the same command continues to the same weights
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -24,43 +22,20 @@ from envserver_clients.finetuning.settings import (
     run_command,
 )
 
-if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Encoder, Example, ExampleCounts
-
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Trains the model.
-    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
-    """
     settings = read_settings(DpoSettings, "dpo", arguments)
     parts = parts_of(settings.data, whole=True)
     check_libraries(settings)
-    from envserver_clients.finetuning.examples import PAIR_COLUMNS
-    from envserver_clients.finetuning.runs import Method, Training, prepare
-    from envserver_clients.finetuning.trainers import dpo_trainer
+    from envserver_clients.finetuning.runs import Training, prepare
+    from envserver_clients.finetuning.trainers import DPO
 
     prepare(settings)
-    method = Method("dpo", PAIR_COLUMNS, _examples, dpo_trainer)
     for part in parts:
-        Training(settings, method, part, settings.output, console).run()
-
-
-def _examples(
-    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
-) -> Iterator[Example]:
-    from envserver_clients.finetuning.examples import pair_examples
-
-    return pair_examples(
-        paths,
-        encoder,
-        counts,
-        max_length=settings.max_length,
-        too_long=settings.too_long,
-    )
+        Training(settings, DPO, part, settings.output, console).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

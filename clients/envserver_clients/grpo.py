@@ -52,10 +52,9 @@ from envserver_clients.training.metrics import (
     Writer,
 )
 from envserver_clients.training.policy import LoraSettings, Policy
-from envserver_clients.training.publishing import Publisher
 from envserver_clients.training.ranks import Ranks
-from envserver_clients.training.settings import TrainerSettings, end_at_sigterm, from_flags
-from envserver_clients.training.sources import Source, open_source
+from envserver_clients.training.settings import TrainerSettings, end_at_sigterm, run_command
+from envserver_clients.training.sources import Publisher, Source, open_source
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ def _lead(
     saved: CheckpointInfo,
     console: Console,
 ) -> None:
-    """Runs the loop: on rank 0, or in a process alone."""
+    """The loop of rank 0."""
     with ExitStack() as stack:
         source, client = open_source(settings, stack)
         metrics = stack.enter_context(_metrics(settings, saved.step, console))
@@ -120,7 +119,6 @@ def _lead(
 
 
 def _follow(ranks: Ranks, learner: Learner, checkpoints: Checkpoints) -> None:
-    """Computes with rank 0 until it ends."""
     policy = learner.policy
     ranks.follow(
         {
@@ -133,7 +131,7 @@ def _follow(ranks: Ranks, learner: Learner, checkpoints: Checkpoints) -> None:
 
 
 def _line(before: CheckpointInfo, learned: BatchExamples, numbers: Numbers, timer: _Timer) -> Line:
-    """Returns the metrics of the step after `before`."""
+    """The metrics of the step after `before`."""
     about = {"step": before.step + 1, "version": before.version, "group_ids": learned.group_ids}
     return {**about, **learned.numbers, **numbers, **timer.seconds}
 
@@ -159,22 +157,8 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
             "--packed is for models whose layers are attention: others remember earlier rows.",
             hint="Leave it out.",
         )
-    rules = StepSettings(
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        schedule=settings.schedule,
-        schedule_steps=settings.last_update,
-        least_rate=settings.least_rate,
-        weight_decay=settings.weight_decay,
-        most_gradient=settings.most_gradient,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        packed=settings.packed,
-        reduce_each=settings.reduce_each,
-        updates=settings.updates,
-        most_mismatch=settings.most_mismatch,
-        loss=settings.loss(),
-    )
-    return Learner(policy, rules, ranks)
+    given = settings.of(StepSettings) | {"schedule_steps": settings.last_update}
+    return Learner(policy, StepSettings(**given, loss=settings.loss()), ranks)
 
 
 def _examples(
@@ -195,7 +179,6 @@ class _Timer:
         self.seconds: dict[str, float] = {}
 
     def add_phase(self, name: str) -> None:
-        """Counts the time since the last call as `name`."""
         now = time.monotonic()
         self.seconds[f"seconds_{name}"] = round(now - self._last, 4)
         self.seconds["seconds"] = round(now - self._begun, 3)
@@ -252,20 +235,10 @@ def _draw(settings: TrainerSettings) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Exit status: 0 if a limit was reached, 1 after an error."""
-    console = Console()
-    signal.signal(signal.SIGTERM, end_at_sigterm)
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-    try:
-        settings = from_flags(
-            TrainerSettings, arguments, program="python -m envserver_clients.grpo"
-        )
-        train(settings, console)
-    except EnvserverError as error:
-        console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    signal.signal(signal.SIGTERM, end_at_sigterm)
+    program = "python -m envserver_clients.grpo"
+    return run_command(TrainerSettings, train, arguments, program=program)
 
 
 if __name__ == "__main__":

@@ -12,30 +12,153 @@ continues from its checkpoint; so does the same command with the same --output.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
+import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self
 
+import httpx
 from envserver_records import EnvserverError
+from envserver_records.files import replace_file
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from envserver_clients.training.children import Children
 from envserver_clients.training.metrics import HELD_OUT, Line, read_lines, write_held_out
-from envserver_clients.training.settings import end_at_sigterm, from_flags
+from envserver_clients.training.settings import end_at_sigterm, end_with_parent, run_command
 
 _CONFIGS: Final = Path(__file__).parent / "training"
 _MANY: Final = ("sort", "tool")
 """Tasks with tens of thousands of questions, which another tiny model is made for."""
+_OF_TRAINER: Final = (
+    *("output", "wire", "seed", "minutes", "steps", "until_reward", "waste_patience", "groups"),
+    *("group_size", "learning_rate", "kl_weight", "lora_rank", "device"),
+)
+"""Settings that the trainer has under the same names."""
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _PICTURE_WIDTH: Final = 60
+
+
+_TICK_SECONDS: Final = 0.2
+_SECONDS_TO_END: Final = 20.0
+
+Command = Callable[[], Sequence[str]]
+"""Returns the arguments of a command; called for each start."""
+
+
+class Children:
+    """Runs processes that belong together: starts them in order, restarts them when they die.
+
+    At its exit each is ended by its id in reverse order, even if the owner fails or is interrupted,
+    and by the kernel if the owner is killed. `folder` gets their logs and `processes.json`, which
+    has their ids.
+    """
+
+    def __init__(
+        self, folder: Path, *, restarts: int = 5, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = folder
+        self._restarts = restarts
+        self._variables = {**os.environ, **(environment or {})}
+        self._commands: dict[str, tuple[Command, bool]] = {}
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._died: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in reversed(self._running.values()):
+            _end(process)
+
+    def start(
+        self, name: str, command: Command, *, ready: str = "", ready_seconds: float = 120.0
+    ) -> None:
+        """Starts a process; its output goes to `NAME.log`, or to ours without `ready`.
+
+        `ready`: address that answers 200 when the process is ready; "": do not wait. Raises
+        EnvserverError: it died before, or took longer than `ready_seconds`.
+        """
+        self._commands[name] = (command, bool(ready))
+        self._begin(name)
+        until = time.monotonic() + ready_seconds
+        while ready and not _answers(ready):
+            if self._running[name].poll() is not None or time.monotonic() > until:
+                raise EnvserverError(f"The {name} did not start.", hint=self._last_words(name))
+            time.sleep(_TICK_SECONDS)
+
+    def wait_for(self, name: str) -> int:
+        """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
+        are restarted. Raises EnvserverError: a process died too often.
+        """
+        while True:
+            for other, process in list(self._running.items()):
+                status = process.poll()
+                if status is None:
+                    continue
+                if other == name and status >= 0:
+                    return status
+                self._again(other, status)
+            time.sleep(_TICK_SECONDS)
+
+    def _again(self, name: str, status: int) -> None:
+        self._died[name] = self._died.get(name, 0) + 1
+        if self._died[name] > self._restarts:
+            raise EnvserverError(
+                f"The {name} died {self._died[name]} times (last: {status}).",
+                hint=self._last_words(name),
+            )
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        command, has_log = self._commands[name]
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(self._log(name).open("ab")) if has_log else None
+            self._running[name] = subprocess.Popen(
+                command(),
+                stdout=log,
+                stderr=log and subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,  # Ctrl-C reaches only us, who end them in order
+                preexec_fn=end_with_parent,
+            )
+        ids = {one: process.pid for one, process in self._running.items()}
+        replace_file(self._folder / "processes.json", json.dumps(ids), sync=False)
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    def _last_words(self, name: str) -> str:
+        log = self._log(name)
+        return log.read_text(errors="replace")[-1500:] if log.exists() else ""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is not None:
+        return
+    process.terminate()
+    try:
+        process.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        return httpx.get(address, timeout=5.0).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 class LearnSettings(BaseModel):
@@ -88,6 +211,7 @@ class LearnSettings(BaseModel):
 
 def learn(settings: LearnSettings, console: Console) -> int:
     """Runs until the trainer ends; returns its exit status, or 130 after Ctrl-C.
+
     Raises EnvserverError: a process did not start, or died too often.
     """
     model = settings.model or _tiny_model(settings, console)
@@ -128,8 +252,9 @@ def _tiny_model(settings: LearnSettings, console: Console) -> Path:
 
 
 def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
-    """Returns the engine's command, with the trainer's last weights (also after a crash); adapters
-    are transferred again."""
+    """Starts with the trainer's last weights, also after a crash; adapters are transferred
+    again.
+    """
     words = [sys.executable, "-m", "envserver_local", "--port", _port(address)]
     words += ["--threads", "1", "--device", settings.device]
     if settings.lora_rank:
@@ -162,28 +287,11 @@ def _server(settings: LearnSettings, model: Path, engine: str, address: str) -> 
 
 
 def _trainer(settings: LearnSettings, model: Path, engine: str, server: str) -> list[str]:
-    given = {
-        "server": server,
-        "engine": engine,
-        "model": model,
-        "output": settings.output,
-        "wire": settings.wire,
-        "seed": settings.seed,
-        "minutes": settings.minutes,
-        "steps": settings.steps,
-        "until-reward": settings.until_reward,
-        "waste-patience": settings.waste_patience,
-        "groups": settings.groups,
-        "group-size": settings.group_size,
-        "learning-rate": settings.learning_rate,
-        "kl-weight": settings.kl_weight,
-        "lora-rank": settings.lora_rank,
-        "threads": 1,
-        "device": settings.device,
-    }
+    given: dict[str, Any] = {"server": server, "engine": engine, "model": model, "threads": 1}
+    given |= {name: getattr(settings, name) for name in _OF_TRAINER}
     words = [sys.executable, "-m", "envserver_clients.grpo"]
     for name, value in given.items():
-        words += [] if value is None else [f"--{name}", str(value)]
+        words += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *(["--shuffle-rewards"] if settings.shuffle_rewards else [])]
 
 
@@ -236,19 +344,9 @@ def _picture(rewards: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the trainer's exit status, or 1 if a process did not start."""
-    console = Console()
     signal.signal(signal.SIGTERM, end_at_sigterm)
-    try:
-        return learn(
-            from_flags(LearnSettings, arguments, program="python -m envserver_clients.learn"),
-            console,
-        )
-    except EnvserverError as error:
-        console.print(f"[red]{error.message}[/]\n{error.hint}", highlight=False)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    program = "python -m envserver_clients.learn"
+    return run_command(LearnSettings, learn, arguments, program=program, hint="\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from envserver_clients.training.metrics import HELD_OUT, draw_held_out, read_lines
-from envserver_clients.training.settings import from_flags
+from envserver_clients.training.settings import run_command
 
 Task = Literal["sort", "tool"]
 TASKS: Final[tuple[Task, ...]] = ("sort", "tool")
@@ -78,9 +78,7 @@ class ProofSettings(BaseModel):
 
 
 def prove(settings: ProofSettings, console: Console) -> None:
-    """Makes all runs and baselines that are missing, and the results.
-    Raises EnvserverError: a run failed; its log says why.
-    """
+    """Makes all runs and baselines that are missing, and the results."""
     settings.output.mkdir(parents=True, exist_ok=True)
     tasks = TASKS if settings.task is None else (settings.task,)
     for task in tasks:
@@ -96,18 +94,20 @@ def prove(settings: ProofSettings, console: Console) -> None:
         model = _start(settings, task)
         jobs.append(_evaluated(settings, task, "start", model, temperature=1))
         jobs.append(_evaluated(settings, task, "start", model, temperature=0))
-    with ThreadPoolExecutor(settings.jobs) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
+    _run_all(settings, jobs)
     jobs = [_tuned(settings, task) for task in tasks]
     for task in tasks:
         for seed in range(settings.seeds):
             last = settings.output / f"{task}-seed-{seed}" / "model"
             jobs.append(_evaluated(settings, task, f"seed-{seed}", last, temperature=0))
+    _run_all(settings, jobs)
+    summarize(settings.output, tasks, console)
+
+
+def _run_all(settings: ProofSettings, jobs: Sequence[Callable[[], None]]) -> None:
     with ThreadPoolExecutor(settings.jobs) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()
-    summarize(settings.output, tasks, console)
 
 
 def _start(settings: ProofSettings, task: Task) -> Path:
@@ -135,7 +135,6 @@ def _trained(
 def _evaluated(
     settings: ProofSettings, task: Task, name: str, model: Path, *, temperature: int
 ) -> Callable[[], None]:
-    """Asks the held-out questions of a model; at temperature 0 for its likeliest answers."""
     folder = settings.output / f"{task}-{name}-temperature-{temperature}"
     words = ["envserver", "evaluate", "--config", str(_CONFIGS / f"serve_{task}.yaml")]
     words += ["--model", str(model), "--engine.backend", "local", "--no_baselines"]
@@ -214,23 +213,13 @@ def summarize(output: Path, tasks: Sequence[Task], console: Console) -> None:
 
 
 def mean_reward(report: Path) -> float:
-    """Returns the mean reward of a report.json of `envserver evaluate`."""
     value: float = json.loads(report.read_text())["run"]["overall"]["mean_reward"]["value"]
     return value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
-    console = Console()
-    try:
-        prove(
-            from_flags(ProofSettings, arguments, program="python -m envserver_clients.proof"),
-            console,
-        )
-    except EnvserverError as error:
-        console.print(f"[red]{error.message}[/] {error.hint}", highlight=False)
-        return 1
-    return 0
+    program = "python -m envserver_clients.proof"
+    return run_command(ProofSettings, prove, arguments, program=program)
 
 
 if __name__ == "__main__":

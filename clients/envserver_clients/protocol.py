@@ -8,14 +8,11 @@ from __future__ import annotations
 import gzip
 import random
 import re
-import time
 import uuid
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypedDict
-from urllib.parse import quote, urlencode
 
 import msgspec
 from envserver_records import (
@@ -24,7 +21,6 @@ from envserver_records import (
     Group,
     InputError,
     NotFoundError,
-    Split,
     StoreError,
     Trajectory,
     unpack,
@@ -32,7 +28,7 @@ from envserver_records import (
 from envserver_records.framing import FrameReader
 from envserver_records.http_errors import Urls, server_urls
 from envserver_records.waiting import Backoff
-from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM
+from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK
 
 from .records import Batch, decode_batch, decoded
 
@@ -78,7 +74,6 @@ class Retries:
     longest_pause_seconds: float = 10.0
 
     def pause_seconds(self, tried: int) -> float:
-        """Returns the pause after `tried` requests."""
         backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
         return backoff.seconds(tried, random.random())
 
@@ -131,7 +126,6 @@ class Call:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the answer holds groups in MessagePack."""
         return self.accept in (GROUPS_MSGPACK, GROUP_MSGPACK)
 
 
@@ -144,125 +138,13 @@ class Answer:
     content: bytes
 
 
-class Calls:
-    """Builds the requests of one run."""
-
-    def __init__(
-        self,
-        run: str,
-        *,
-        batch_size: int,
-        delivery: Delivery,
-        environments: Sequence[str],
-        settings: dict[str, Any] | None,
-    ) -> None:
-        self.name = run
-        self.batch_size = batch_size
-        self._about: dict[str, Any] = {"name": run, "batch_size": batch_size, "delivery": delivery}
-        self._about["environments"] = list(environments)
-        if settings:
-            self._about["settings"] = settings
-        self._path = f"/v1/runs/{quote(run, safe='')}"
-
-    def register(self) -> Call:
-        return Call("POST", "/v1/runs", self._about)
-
-    def resume(self, checkpoint: str | None) -> Call:
-        """Builds a request whose key makes a late copy of it harmless."""
-        since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
-        return Call("POST", "/v1/runs", self._about | since, headers=new_key())
-
-    def close_run(self) -> Call:
-        return Call("POST", f"{self._path}/close")
-
-    def lease(self, *, whole: bool, wait_seconds: float, wanted: BatchLimits) -> Call:
-        body = self._limits(whole, wanted) | {"wait_seconds": wait_seconds}
-        return Call("POST", f"{self._path}/lease", body, GROUPS_MSGPACK, wait_seconds, new_key())
-
-    def stream(
-        self, *, stream_id: str, whole: bool, window: int, give_back: bool, wanted: BatchLimits
-    ) -> Call:
-        query = self._limits(whole, wanted) | {"stream": stream_id, "window": window}
-        query["on_hangup"] = "give_back" if give_back else "keep"
-        path = f"{self._path}/stream?{urlencode(query, doseq=True)}"
-        return Call("GET", path, accept=LEASE_STREAM)
-
-    def _limits(self, whole: bool, wanted: BatchLimits) -> dict[str, Any]:
-        limits: dict[str, Any] = dict(wanted)
-        if not {"max_groups", "max_sequences", "max_tokens"} & limits.keys():
-            limits["max_groups"] = self.batch_size
-        least = limits.get("max_groups", 1) if whole else 1
-        limits.setdefault("min_groups", least)
-        if "environments" in limits:
-            limits["environments"] = list(limits["environments"])
-        return limits
-
-    def on_lease(self, what: str, lease_id: str, **more: Any) -> Call:
-        given = {name: value for name, value in more.items() if value is not None}
-        return Call("POST", f"{self._path}/{what}", {"lease_id": lease_id, **given})
-
-    def checkpoints(self) -> Call:
-        return Call("GET", f"{self._path}/checkpoints")
-
-    @staticmethod
-    def groups(after: int, limit: int) -> Call:
-        return Call("GET", f"/v1/groups?after={after}&limit={limit}")
-
-    @staticmethod
-    def group(group_id: str) -> Call:
-        return Call("GET", f"/v1/groups/{quote(group_id, safe='')}", accept=GROUP_MSGPACK)
-
-    @staticmethod
-    def policy_version(version: int) -> Call:
-        return Call("POST", "/v1/policy-version", {"version": version})
-
-    @staticmethod
-    def pause(in_flight: InFlight, timeout_seconds: float) -> Call:
-        body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
-        return Call(
-            "POST", "/v1/policy/pause", body, extra_seconds=timeout_seconds, headers=new_key()
-        )
-
-    @staticmethod
-    def resume_calls(version: int | None) -> Call:
-        body = {} if version is None else {"version": version}
-        return Call("POST", "/v1/policy/resume", body, headers=new_key())
-
-    @staticmethod
-    def register_engine(url: str, version: int | None, wait_seconds: float) -> Call:
-        body: dict[str, Any] = {"url": url, "wait_seconds": wait_seconds}
-        if version is not None:
-            body["version"] = version
-        return Call("POST", "/v1/engines", body, extra_seconds=wait_seconds)
-
-    @staticmethod
-    def engines() -> Call:
-        return Call("GET", "/v1/engines")
-
-    @staticmethod
-    def pause_engine(engine_id: str) -> Call:
-        body = {"in_flight": "abort", "timeout_seconds": 1.0}
-        return Call("POST", f"/v1/engines/{quote(engine_id, safe='')}/pause", body)
-
-    @staticmethod
-    def resume_engine(engine_id: str, version: int) -> Call:
-        body = {"version": version}
-        return Call("POST", f"/v1/engines/{quote(engine_id, safe='')}/resume", body)
-
-    @staticmethod
-    def status() -> Call:
-        return Call("GET", "/v1/status")
-
-
 def new_key() -> dict[str, str]:
-    """Returns a header that tells the copies of one request from other requests."""
+    """A header that tells the copies of one request from other requests."""
     return {"idempotency-key": uuid.uuid4().hex}
 
 
 def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
-    """Returns the seconds to wait before the next request; None when the answer is final.
-    Raises ServerUnreachable: all tries are used up.
-    """
+    """The seconds before the next request; None: the answer is final. Raises ServerUnreachable."""
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
     if tried < retries.tries:
@@ -280,7 +162,7 @@ def _server_pause_seconds(problem: Exception | Answer) -> float:
 
 
 def checked(answer: Answer) -> Answer:
-    """Returns a successful answer, and warns of what it says; raises the error of another one."""
+    """Returns a successful answer, with its warning; raises the error of any other."""
     if 200 <= answer.status < 300:
         if warning := answer.headers.get(_WARNING_HEADER):
             warnings.warn(warning, stacklevel=2)
@@ -311,19 +193,15 @@ _KINDS: Final[dict[int, type[EnvserverError]]] = {
 
 
 def batch_of(answer: Answer) -> Batch | None:
-    """Returns the leased batch; None if nothing was leased."""
     return None if answer.status == 204 else decode_batch(answer.content)
 
 
 def object_of(answer: Answer) -> dict[str, Any]:
-    """Returns the JSON object of an answer. Raises InputError: it is not one."""
     return decoded(answer.content, dict[str, Any], "a JSON object")
 
 
 def decompress(content: bytes, encoding: str) -> bytes:
-    """Returns the content of a body with the content encoding `encoding`.
-    Raises InputError: it is damaged, or compressed in another way than was asked for.
-    """
+    """Raises InputError: the body is damaged, or compressed in another way than was asked for."""
     if encoding in ("", "identity"):
         return content
     if encoding == "zstd" and HAS_ZSTD:
@@ -340,14 +218,9 @@ def decompress(content: bytes, encoding: str) -> bytes:
 
 
 class LeaseStreamReader:
-    """Cuts one connection's stream of leases into their bytes, from its beginning.
+    """Cuts one connection's stream of leases into their bytes; empty ones are heartbeats.
 
-    In: pieces of the stream as the connection gives them. Out: the leases, each as the bytes that
-    `decode_batch` reads; empty ones say that the server is there. With zstd the whole stream is
-    zstd frames one after the other.
-
-    Args:
-        encoding: the stream's content encoding, "" or "zstd".
+    With the content encoding zstd the whole stream is zstd frames one after the other.
     """
 
     def __init__(self, encoding: str) -> None:
@@ -357,9 +230,7 @@ class LeaseStreamReader:
         self._reader = FrameReader()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields the leases that `data` completes, empty ones too.
-        Raises InputError: the stream is damaged.
-        """
+        """Yields the leases that `data` completes. Raises InputError: the stream is damaged."""
         for part in self._inflated(data):
             yield from self._reader.feed(part)
 
@@ -388,7 +259,6 @@ def _unknown(encoding: str) -> InputError:
     return InputError(f"The server's answer is compressed as {encoding}.", place="body")
 
 
-_PAGE: Final = 1024
 _NUMBER: Final = re.compile(r"-r(\d+)$")
 
 
@@ -397,13 +267,6 @@ class TaskSummary(msgspec.Struct, frozen=True):
 
     task_id: str
     public: dict[str, Any]
-
-
-class _TaskPage(msgspec.Struct):
-    """`next` is the `after` of the next page, None on the last one."""
-
-    tasks: list[TaskSummary]
-    next: int | None
 
 
 class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -431,141 +294,22 @@ class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):
     scored_at: float
 
 
-class _EstimatePage(msgspec.Struct):
-    estimates: list[TaskEstimate]
+class TaskPage(msgspec.Struct, rename={"items": "tasks"}):
+    """`next` is the `after` of the next page, None on the last one."""
+
+    items: list[TaskSummary]
     next: int | None
 
 
-class OnDemand(ABC):
-    """The methods of a client that are about tasks."""
-
-    @abstractmethod
-    async def _send(self, call: Call) -> Answer:
-        """Returns the answer to `call`, repeated where that may help; raises the server's error."""
-
-    async def tasks(
-        self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
-    ) -> list[TaskSummary]:
-        """Returns the tasks of an environment in their order, without their hidden parts.
-
-        Args:
-            split: default: the one that the server serves.
-            after: number of tasks to skip.
-            limit: maximum number of tasks.
-
-        Raises:
-            NotFoundError: the server does not have the environment.
-        """
-        found: list[TaskSummary] = []
-        following: int | None = after
-        while following is not None and len(found) < limit:
-            most = min(limit - len(found), _PAGE)
-            call = _page_call("/v1/tasks", environment, split, following, most)
-            page = decoded((await self._send(call)).content, _TaskPage, "a page of tasks")
-            found += page.tasks
-            following = page.next
-        return found
-
-    async def task_estimates(
-        self,
-        *,
-        environment: str | None = None,
-        split: Split | None = None,
-        after: int = 0,
-        limit: int | None = None,
-    ) -> list[TaskEstimate]:
-        """Returns how often each task is solved; tasks that were never scored are left out.
-
-        Args:
-            environment, split: only tasks of these. Default: all.
-            after: only tasks with a larger `number`.
-            limit: maximum number of tasks. Default: all.
-        """
-        found: list[TaskEstimate] = []
-        following: int | None = after
-        while following is not None and (limit is None or len(found) < limit):
-            most = _PAGE if limit is None else min(limit - len(found), _PAGE)
-            call = _page_call("/v1/tasks/estimates", environment, split, following, most)
-            answer = await self._send(call)
-            page = decoded(answer.content, _EstimatePage, "a page of estimates")
-            found += page.estimates
-            following = page.next
-        return found
-
-    async def rollouts(
-        self,
-        environment: str,
-        task_ids: Sequence[str],
-        *,
-        group_size: int = 1,
-        split: Split | None = None,
-        key: str | None = None,
-        timeout_seconds: float = 3600.0,
-    ) -> list[list[Trajectory | None]]:
-        """Runs `group_size` rollouts of each task now; returns them in the order of the tasks.
-
-        None stands for a rollout that failed after all its tries without the model's fault.
-
-        Args:
-            task_ids: at most 1024; a repeated id gets several groups.
-            split: the tasks' split. Default: the one that the server serves.
-            key: a repeated request with the same key and tasks returns the same rollouts, as long
-                as the server keeps them. Default: a new key.
-            timeout_seconds: for all rollouts together.
-
-        Raises:
-            NotFoundError: the server does not have the environment or a task.
-            ServerUnreachable: the rollouts were not finished in time, or the server is gone.
-        """
-        if not task_ids:
-            return []
-        key = key or uuid.uuid4().hex
-        order = RolloutOrder(environment, task_ids, group_size, split, timeout_seconds, key)
-        while True:
-            found = rollouts_in(await self._send(order.call()), order)
-            if found is not None:
-                return found
-            if not order.seconds_left():
-                raise ServerUnreachable(
-                    f"The rollouts were not all finished within {timeout_seconds:g} s.",
-                    hint="Allow more time; GET /v1/status shows what the server does.",
-                )
+class EstimatePage(msgspec.Struct, rename={"items": "estimates"}):
+    items: list[TaskEstimate]
+    next: int | None
 
 
-@dataclass(frozen=True)
-class RolloutOrder:
-    """An order of rollouts, with its time limit."""
-
-    environment: str
-    task_ids: Sequence[str]
-    group_size: int
-    split: Split | None
-    timeout_seconds: float
-    key: str
-    begun_at: float = field(default_factory=time.monotonic)
-
-    def seconds_left(self) -> float:
-        return max(0.0, self.begun_at + self.timeout_seconds - time.monotonic())
-
-    def call(self) -> Call:
-        """Returns the request; repeating it continues to wait."""
-        wait_seconds = min(LONGEST_WAIT_SECONDS, self.seconds_left())
-        body: dict[str, Any] = {
-            "environment": self.environment,
-            "task_ids": list(self.task_ids),
-            "group_size": self.group_size,
-            "wait_seconds": wait_seconds,
-        }
-        if self.split is not None:
-            body["split"] = self.split
-        key = {"idempotency-key": self.key}
-        return Call("POST", "/v1/rollouts", body, GROUPS_MSGPACK, wait_seconds, key)
-
-
-def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | None]] | None:
-    """Returns all rollouts in the order of the tasks; None if they are not finished."""
-    if answer.status == 202:
-        return None
+def rollouts_in(
+    answer: Answer, task_ids: Sequence[str], group_size: int
+) -> list[list[Trajectory | None]]:
+    """All rollouts in the order of the tasks."""
     batch = decode_batch(answer.content)
     try:
         groups = [unpack(one.body, Group) for one in batch.groups]
@@ -573,9 +317,9 @@ def rollouts_in(answer: Answer, order: RolloutOrder) -> list[list[Trajectory | N
         raise InputError(
             f"The server's answer does not hold groups: {error}.", place="body"
         ) from error
-    if [group.task_id for group in groups] != list(order.task_ids):
+    if [group.task_id for group in groups] != list(task_ids):
         raise InputError("The server answered with other tasks than the order named.", place="body")
-    return [_by_number(group, order.group_size) for group in groups]
+    return [_by_number(group, group_size) for group in groups]
 
 
 def _by_number(group: Group, size: int) -> list[Trajectory | None]:
@@ -594,11 +338,3 @@ def _by_number(group: Group, size: int) -> list[Trajectory | None]:
         }
         found[int(number[1])] = trajectory
     return found
-
-
-def _page_call(
-    path: str, environment: str | None, split: Split | None, after: int, limit: int
-) -> Call:
-    query = {"environment": environment, "split": split, "after": after, "limit": limit}
-    given = {name: value for name, value in query.items() if value is not None}
-    return Call("GET", f"{path}?{urlencode(given)}")

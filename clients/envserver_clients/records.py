@@ -1,8 +1,7 @@
 """Batches for trainers: groups of rows, with token data as numpy arrays.
 
-In: the MessagePack answer of `POST /v1/runs/{run}/lease`. Out: a `Batch`. Groups of the server's
-environments and groups posted over the Atropos wire have the same form here. A group is decoded
-when its rows are first read.
+Groups of the server's environments and groups posted over the Atropos wire have the same form here.
+A group is decoded when its rows are first read.
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ class ClientGroup(WireGroup, dict=True):
 
     @cached_property
     def rows(self) -> list[Row]:
-        """The group's rows; decoded at first use.
-
-        Raises:
-            InputError: the body cannot be read, or its format is unknown to this client.
-        """
+        """The rows. Raises InputError: the body cannot be read, or has a format unknown here."""
         try:
             if self.format == "group":
                 return _checked(_rows_of_group(self.group_id, unpack(self.body, Group)))
@@ -103,7 +98,6 @@ class Batch(WireLease):
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of all groups."""
         return [row for group in self.groups for row in group.rows]
 
 
@@ -118,16 +112,12 @@ def decoded(
 
 
 def decode_batch(answer: bytes) -> Batch:
-    """Decodes the answer to a lease; bodies are views of `answer`.
-    Raises InputError: it is not a batch.
-    """
+    """The answer to a lease; bodies are views of `answer`. Raises InputError."""
     return decoded(answer, Batch, "a batch", msgspec.msgpack.decode)
 
 
 def decode_group(answer: bytes) -> ClientGroup:
-    """Decodes the answer to `GET /v1/groups/{group_id}`; its body is a view of `answer`.
-    Raises InputError: it is not a group.
-    """
+    """The answer to `GET /v1/groups/{group_id}`; its body is a view. Raises InputError."""
     return decoded(answer, ClientGroup, "a group", msgspec.msgpack.decode)
 
 
@@ -136,7 +126,7 @@ class _Page(msgspec.Struct):
 
 
 def decode_page(answer: bytes) -> list[GroupSummary]:
-    """Decodes the answer to `GET /v1/groups`. Raises InputError: it is not a page of groups."""
+    """The answer to `GET /v1/groups`. Raises InputError."""
     return decoded(answer, _Page, "a page of groups").groups
 
 
@@ -157,7 +147,7 @@ def _rows_of_group(group_id: str, group: Group) -> Iterator[Row]:
 
 
 def _of_run(row: Row, group: Group) -> list[SamplingSpan]:
-    """Returns how a row of an older version was sampled: as its group says."""
+    """Rows of older versions do not say how they were sampled; their group does."""
     return [span_of(group.generation_params, "unknown", 0, len(row.tokens))]
 
 
@@ -227,14 +217,13 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
 
 
 def _spans(params: dict[str, Any], index: int, length: int) -> list[SamplingSpan]:
-    """Returns how a row was sampled: as `sampling` says, else as all rows of the group."""
     if not (rows := params.get("sampling")):
         return [span_of(params, "unknown", 0, length)]
     return msgspec.convert(rows[index], list[SamplingSpan])
 
 
 def _mask(tokens: list[int], labels: list[int]) -> NDArray[np.uint8]:
-    """Returns a row's mask; its labels are token ids and -100, or 0 and 1."""
+    """Labels are token ids and -100, or 0 and 1."""
     if labels != tokens and {0, 1}.issuperset(labels):
         return np.asarray(labels, np.uint8)
     trained: NDArray[np.bool_] = np.asarray(labels, np.int64) != _NOT_TRAINED
@@ -244,16 +233,15 @@ def _mask(tokens: list[int], labels: list[int]) -> NDArray[np.uint8]:
 def _logprobs(
     column: list[list[float]] | None, index: int, mask: NDArray[np.uint8]
 ) -> NDArray[np.float32] | None:
-    """Returns a row's logprobs, with 0 where the wire has 1.0 because nothing was sampled."""
+    """The wire has 1.0 where nothing was sampled."""
     if not column:
         return None
     return np.where(mask, np.asarray(column[index], np.float32), np.float32(0.0))
 
 
 def opened(image: RowImage) -> Any:
-    """Returns an image as Pillow's, in RGB, as vLLM makes it: turned as its EXIF data say, on white
-    where it is transparent.
-    Raises InputError: Pillow cannot read it.
+    """An image as Pillow's, in RGB, as vLLM makes it: turned as its EXIF data say, on white where
+    it is transparent. Raises InputError.
     """
     from PIL import Image, ImageOps
 
@@ -272,9 +260,10 @@ def opened(image: RowImage) -> Any:
 
 
 def pixels(processor: Any, rows: Sequence[Sequence[RowImage]]) -> dict[str, Any]:
-    """Returns what an image processor of transformers makes of the images of rows, as tensors:
-    `pixel_values`, and `image_grid_thw` or `pixel_attention_mask` where the model has them.
-    Raises InputError: an image cannot be read, or is not of a size that the processor takes.
+    """What an image processor of transformers makes of the images of rows, as tensors.
+
+    `pixel_values`, and `image_grid_thw` or `pixel_attention_mask` where the model has them. Raises
+    InputError: an image cannot be read, or is not of a size that the processor takes.
     """
     shown = [[opened(image) for image in row] for row in rows]
     try:

@@ -13,9 +13,7 @@ Invariants: only tokens that the assistant wrote are trained, with any chat temp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -27,66 +25,23 @@ from envserver_clients.finetuning.settings import (
     run_command,
 )
 
-if TYPE_CHECKING:
-    from envserver_clients.finetuning.examples import Encoder, Example, ExampleCounts
-    from envserver_clients.finetuning.heldout import HeldOut
-
 
 def train(arguments: Sequence[str] | None, console: Console) -> None:
-    """Trains the models, one after the other.
-    Raises EnvserverError: settings, rows or folders are wrong; the message says which.
-    """
+    """Trains the models, one after the other."""
     settings = read_settings(SftSettings, "sft", arguments)
     parts = parts_of(settings.data, tool=settings.tool, whole=settings.whole)
     check_libraries(settings)
-    from envserver_clients.finetuning.examples import SFT_COLUMNS
-    from envserver_clients.finetuning.runs import Method, Training, prepare
-    from envserver_clients.finetuning.trainers import sft_trainer
+    from envserver_clients.finetuning.runs import Training, prepare
+    from envserver_clients.finetuning.trainers import SFT
 
     prepare(settings)
-    method = Method(
-        "sft", SFT_COLUMNS, _examples, sft_trainer, lambda given: given.turns == "last", _heldout
-    )
     for part in parts:
         below = part.tool is not None and settings.tool is None
         output = settings.output / str(part.tool) if below else settings.output
-        Training(settings, method, part, output, console).run()
-
-
-def _examples(
-    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
-) -> Iterator[Example]:
-    from envserver_clients.finetuning.examples import sft_examples
-
-    return sft_examples(
-        paths,
-        encoder,
-        counts,
-        max_length=settings.max_length,
-        too_long=settings.too_long,
-        prompts=settings.prompts,
-    )
-
-
-def _heldout(
-    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, tokenizer: Any
-) -> HeldOut:
-    from envserver_clients.finetuning.examples import ExampleCounts, Limits, encoded_rows
-    from envserver_clients.finetuning.heldout import HeldOut
-    from envserver_clients.finetuning.trainers import is_half
-
-    limits = Limits(settings.max_length, settings.too_long)
-    return HeldOut(
-        tokenizer,
-        lambda: encoded_rows(paths, encoder, ExampleCounts(), limits, prompts=settings.prompts),
-        batch_size=settings.batch_size,
-        calls=settings.check_calls,
-        half=is_half(settings),
-    )
+        Training(settings, SFT, part, output, console).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status."""
     return run_command(train, arguments)
 
 

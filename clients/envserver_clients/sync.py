@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from anyio.from_thread import start_blocking_portal
-from envserver_records import Split, Trajectory
 from envserver_records.http_errors import Urls
-from envserver_records.wire import GroupSummary
 
 from .aio import EnvClient
-from .protocol import BatchLimits, InFlight, TaskEstimate, TaskSummary
-from .records import Batch, ClientGroup
+from .records import Batch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _waiting(
+    method: Callable[Concatenate[EnvClient, P], Coroutine[Any, Any, R]],
+) -> Callable[Concatenate[SyncEnvClient, P], R]:
+    @wraps(method)
+    def call(self: SyncEnvClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        work: Callable[[], Awaitable[R]] = partial(method, self._client, *args, **kwargs)
+        return self._portal.call(work)
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[EnvClient, P], AsyncGenerator[Batch, None]],
+) -> Callable[Concatenate[SyncEnvClient, P], Iterator[Batch]]:
+    @wraps(method)
+    def call(self: SyncEnvClient, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Batch]:
+        return self._each(method(self._client, *args, **kwargs))
+
+    return call
 
 
 class SyncEnvClient:
@@ -47,59 +68,6 @@ class SyncEnvClient:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    # The run
-
-    def resume(self, checkpoint: str | None) -> dict[str, Any]:
-        """As `EnvClient.resume`."""
-        return self._portal.call(self._client.resume, checkpoint)
-
-    def checkpoints(self) -> list[dict[str, Any]]:
-        """As `EnvClient.checkpoints`."""
-        return self._portal.call(self._client.checkpoints)
-
-    def close_run(self) -> None:
-        """As `EnvClient.close_run`."""
-        self._portal.call(self._client.close_run)
-
-    # Groups
-
-    def lease(
-        self, *, whole: bool = True, wait_seconds: float = 0.0, **wanted: Unpack[BatchLimits]
-    ) -> Batch | None:
-        """As `EnvClient.lease`."""
-        lease = partial(self._client.lease, whole=whole, wait_seconds=wait_seconds, **wanted)
-        return self._portal.call(lease)
-
-    def batches(
-        self,
-        *,
-        whole: bool = True,
-        idle_seconds: float | None = None,
-        **wanted: Unpack[BatchLimits],
-    ) -> Iterator[Batch]:
-        """As `EnvClient.batches`."""
-        return self._each(self._client.batches(whole=whole, idle_seconds=idle_seconds, **wanted))
-
-    def stream(
-        self,
-        *,
-        window: int = 2,
-        whole: bool = True,
-        give_back: bool = False,
-        idle_seconds: float | None = None,
-        **wanted: Unpack[BatchLimits],
-    ) -> Iterator[Batch]:
-        """As `EnvClient.stream`."""
-        return self._each(
-            self._client.stream(
-                window=window,
-                whole=whole,
-                give_back=give_back,
-                idle_seconds=idle_seconds,
-                **wanted,
-            )
-        )
-
     def _each(self, batches: AsyncGenerator[Batch, None]) -> Iterator[Batch]:
         try:
             while True:
@@ -110,113 +78,29 @@ class SyncEnvClient:
         finally:
             self._portal.call(batches.aclose)
 
-    def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
-        """As `EnvClient.ack`."""
-        self._portal.call(partial(self._client.ack, batch, checkpoint=checkpoint))
+    resume = _waiting(EnvClient.resume)
+    checkpoints = _waiting(EnvClient.checkpoints)
+    close_run = _waiting(EnvClient.close_run)
 
-    def nack(self, batch: Batch | str, *, reason: str | None = None) -> None:
-        """As `EnvClient.nack`."""
-        self._portal.call(partial(self._client.nack, batch, reason=reason))
+    lease = _waiting(EnvClient.lease)
+    batches = _iterating(EnvClient.batches)
+    stream = _iterating(EnvClient.stream)
+    ack = _waiting(EnvClient.ack)
+    nack = _waiting(EnvClient.nack)
+    set_aside = _waiting(EnvClient.set_aside)
+    extend = _waiting(EnvClient.extend)
+    list_groups = _waiting(EnvClient.list_groups)
+    get_group = _waiting(EnvClient.get_group)
 
-    def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
-        """As `EnvClient.set_aside`."""
-        self._portal.call(partial(self._client.set_aside, batch, group_ids, reason=reason))
+    tasks = _waiting(EnvClient.tasks)
+    task_estimates = _waiting(EnvClient.task_estimates)
+    rollouts = _waiting(EnvClient.rollouts)
 
-    def extend(self, batch: Batch | str, seconds: float) -> float:
-        """As `EnvClient.extend`."""
-        return self._portal.call(self._client.extend, batch, seconds)
-
-    def list_groups(self, *, after: int = 0, limit: int = 100) -> list[GroupSummary]:
-        """As `EnvClient.list_groups`."""
-        return self._portal.call(partial(self._client.list_groups, after=after, limit=limit))
-
-    def get_group(self, group_id: str) -> ClientGroup:
-        """As `EnvClient.get_group`."""
-        return self._portal.call(self._client.get_group, group_id)
-
-    def task_estimates(
-        self,
-        *,
-        environment: str | None = None,
-        split: Split | None = None,
-        after: int = 0,
-        limit: int | None = None,
-    ) -> list[TaskEstimate]:
-        """As `EnvClient.task_estimates`."""
-        estimates = partial(
-            self._client.task_estimates,
-            environment=environment,
-            split=split,
-            after=after,
-            limit=limit,
-        )
-        return self._portal.call(estimates)
-
-    # Rollouts on demand
-
-    def tasks(
-        self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
-    ) -> list[TaskSummary]:
-        """As `EnvClient.tasks`."""
-        tasks = partial(self._client.tasks, environment, split=split, after=after, limit=limit)
-        return self._portal.call(tasks)
-
-    def rollouts(
-        self,
-        environment: str,
-        task_ids: Sequence[str],
-        *,
-        group_size: int = 1,
-        split: Split | None = None,
-        key: str | None = None,
-        timeout_seconds: float = 3600.0,
-    ) -> list[list[Trajectory | None]]:
-        """As `EnvClient.rollouts`."""
-        rollouts = partial(
-            self._client.rollouts,
-            environment,
-            task_ids,
-            group_size=group_size,
-            split=split,
-            key=key,
-            timeout_seconds=timeout_seconds,
-        )
-        return self._portal.call(rollouts)
-
-    # The policy, the engine, the server
-
-    def publish_policy_version(self, version: int) -> None:
-        """As `EnvClient.publish_policy_version`."""
-        self._portal.call(self._client.publish_policy_version, version)
-
-    def pause_calls(self, in_flight: InFlight = "drain", *, timeout_seconds: float = 60.0) -> bool:
-        """As `EnvClient.pause_calls`."""
-        pause = partial(self._client.pause_calls, in_flight, timeout_seconds=timeout_seconds)
-        return self._portal.call(pause)
-
-    def resume_calls(self, version: int | None = None) -> None:
-        """As `EnvClient.resume_calls`."""
-        self._portal.call(self._client.resume_calls, version)
-
-    def register_engine(
-        self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
-    ) -> dict[str, Any]:
-        """As `EnvClient.register_engine`."""
-        register = partial(self._client.register_engine, url, version, wait_seconds=wait_seconds)
-        return self._portal.call(register)
-
-    def engines(self) -> list[dict[str, Any]]:
-        """As `EnvClient.engines`."""
-        return self._portal.call(self._client.engines)
-
-    def pause_engine(self, engine_id: str) -> None:
-        """As `EnvClient.pause_engine`."""
-        self._portal.call(self._client.pause_engine, engine_id)
-
-    def resume_engine(self, engine_id: str, version: int) -> None:
-        """As `EnvClient.resume_engine`."""
-        self._portal.call(self._client.resume_engine, engine_id, version)
-
-    def status(self) -> dict[str, Any]:
-        """As `EnvClient.status`."""
-        return self._portal.call(self._client.status)
+    publish_policy_version = _waiting(EnvClient.publish_policy_version)
+    pause_calls = _waiting(EnvClient.pause_calls)
+    resume_calls = _waiting(EnvClient.resume_calls)
+    register_engine = _waiting(EnvClient.register_engine)
+    engines = _waiting(EnvClient.engines)
+    pause_engine = _waiting(EnvClient.pause_engine)
+    resume_engine = _waiting(EnvClient.resume_engine)
+    status = _waiting(EnvClient.status)

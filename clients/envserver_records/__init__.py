@@ -1,7 +1,6 @@
 """The records and errors shared by both sides of the wire.
 
-`envserver` and `envserver_clients` take both from here; this package imports neither. The names
-are imported when first used: settings and workers do without numpy, which records of tokens need.
+Names are imported when first used: settings and workers do without numpy, which records need.
 """
 
 from __future__ import annotations
@@ -35,15 +34,7 @@ if TYPE_CHECKING:
         ServiceError,
         StoreError,
     )
-    from .records import (
-        Call,
-        Group,
-        Sequence,
-        Trajectory,
-        Usage,
-        pack,
-        unpack,
-    )
+    from .records import Call, Group, Sequence, Trajectory, Usage, pack, unpack
     from .sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
     from .tasks import Message, PublicTask, Result, RewardRange, Score, Split, Task, TurnReward
 
@@ -92,52 +83,11 @@ __all__ = [
     "unpack",
 ]
 
-_HOMES = {
-    "errors": {
-        "AgentError",
-        "AllFailed",
-        "Blame",
-        "ConfigError",
-        "ConflictError",
-        "EngineError",
-        "EngineGarbage",
-        "EngineRefused",
-        "EngineTimeout",
-        "EngineUnavailable",
-        "EnvserverError",
-        "Failure",
-        "InputError",
-        "JudgeError",
-        "LimitReached",
-        "NotFoundError",
-        "Outcome",
-        "RewardError",
-        "RolloutError",
-        "SandboxError",
-        "ScorerError",
-        "ServiceError",
-        "StoreError",
-    },
-    "sandboxes": {"ExecResult", "SandboxLimits", "SandboxSpec", "SandboxUsage"},
-    "tasks": {
-        "Message",
-        "PublicTask",
-        "Result",
-        "RewardRange",
-        "Score",
-        "Split",
-        "Task",
-        "TurnReward",
-    },
-}
-"""Modules that do without numpy, and their names."""
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "records")
-    module = importlib.import_module(f".{home}", __name__)
-    value = getattr(module, name)
-    globals()[name] = value
+    homes = ("errors", "sandboxes", "tasks", "records")  # the last one imports numpy
+    modules = (importlib.import_module(f".{home}", __name__) for home in homes)
+    value = globals()[name] = next(getattr(one, name) for one in modules if hasattr(one, name))
     return value

@@ -1,8 +1,7 @@
-"""Cleans what a rollout returned, so that everything behind the border can hold it. Pure.
+"""Cleans what a rollout returned: limited depth and size, no lone surrogates or NUL, 64-bit
+integers.
 
-In: any JSON-like value, as a model's code may have made it. Out: a value of limited depth and size,
-whose texts have no lone surrogates and no NUL, and whose integers fit 64 bits. A value that is
-clean already comes back equal; else the answer says what was changed, for the rollout's record.
+A value that is clean already comes back equal; `changes` says what was changed. Pure.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ Change = Literal["cut", "replaced"]
 
 
 class Cleaned(NamedTuple):
-    """A cleaned value, and how it differs from what came in."""
-
     value: Any
     changes: frozenset[Change]
 
@@ -35,9 +32,7 @@ class Cleaned(NamedTuple):
 def clean(value: Any, max_characters: int = MAX_CHARACTERS) -> Cleaned:
     """Returns `value` cleaned. What JSON has no form for stays as it is.
 
-    Args:
-        max_characters: size of the whole value; a list's or an object's item costs 8 beside its
-            text.
+    An item of a list or an object counts 8 characters beside its text.
     """
     cleaner = _Cleaner(max_characters)
     return Cleaned(cleaner.clean(value, MAX_DEPTH), frozenset(cleaner.changes))

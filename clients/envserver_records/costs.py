@@ -1,8 +1,4 @@
-"""Costs of a rollout: prices, the judge's part, and sums in one currency.
-
-In: prices of a million tokens, and counts. Out: a `Cost` for each rollout. A cost is known only
-where a price is given: what has no price is left out, and never counts as free.
-"""
+"""Costs of a rollout, in one currency. What has no price is left out; it never counts as free."""
 
 from __future__ import annotations
 
@@ -16,11 +12,8 @@ MILLION = 1_000_000
 
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices of a model.
-
-    Args:
-        prompt, completion: price of a million tokens each.
-        source: where the price comes from.
+    """The prices of a model: of a million prompt and completion tokens, and where they come
+    from.
     """
 
     prompt: float
@@ -33,18 +26,15 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("A price must be a number from 0 on.")
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float:
-        """Returns the cost of these tokens."""
         spent = prompt_tokens * self.prompt + completion_tokens * self.completion
         return spent / MILLION
 
 
 class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls that scoring made to the judge.
+    """The calls that scoring made to the judge; tokens are the engine's (the cache's cost nothing).
 
-    Args:
-        calls: answered calls, from the engine or the cache; cached: those from the cache.
-        prompt_tokens, completion_tokens: of the engine's answers (the cache's cost nothing).
-        seconds: wall clock of all calls together, parallel ones added up.
+    `calls` counts answers of the engine and the cache, `cached` the latter. `seconds`: wall clock
+    of all calls together, parallel ones added up.
     """
 
     calls: int = 0
@@ -77,9 +67,7 @@ class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one rollout, as far as prices are known.
 
-    Args:
-        models: cost of the tokens of each agent ("": a single one) whose model has prices.
-        judge: cost of the judge's tokens; None: not asked, or without prices.
+    `models`: cost by agent ("": a single one). `judge`: None if not asked, or without prices.
     """
 
     currency: str

@@ -99,7 +99,6 @@ class EnvserverError(Exception):
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def failure(self) -> Failure:
-        """Returns this error as data."""
         return Failure(
             kind=self.kind,
             blame=self.blame,
@@ -284,7 +283,7 @@ R = TypeVar("R", bound=EnvserverError)
 
 
 def by_kind(*bases: type[R]) -> dict[str, type[R]]:
-    """Returns `bases` and all below them by `kind`, as they are sent; the highest class counts."""
+    """Returns `bases` and all below them by `kind`; of classes with one kind the highest counts."""
     below = [one for base in bases for one in base.__subclasses__()]
     return (by_kind(*below) if below else {}) | {base.kind: base for base in bases}
 
@@ -294,7 +293,6 @@ Fault = Literal["model", "environment", "engine", "trainer", "infrastructure"]
 
 
 def fault_of(kind: str, blame: Blame) -> Fault:
-    """Returns whose fault a failed attempt is."""
     # It was not too slow by itself: the trainer went on.
     return "trainer" if kind == Stale.kind else _FAULTS[blame]
 

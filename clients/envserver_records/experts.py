@@ -1,8 +1,8 @@
 """Routed experts of mixture-of-experts models: which experts each token went through.
 
-An engine tells them for all tokens that it computed: of a prompt and its answer all but the last
-one. A trainer that routes the same tokens to the same experts (router replay, arXiv 2510.11370)
-computes what the engine computed; otherwise small differences choose other experts.
+An engine reports them for all tokens that it computed: of a prompt and its answer all but the last
+one. Routing the same tokens to the same experts (router replay, arXiv 2510.11370) lets a trainer
+compute what the engine computed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _LARGEST = 2**16 - 1
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Experts of N consecutive tokens.
 
-    Args:
-        start: position of the first of these tokens in its call or row.
-        layers: number of the model's layers.
-        per_token: experts of a token in each layer.
-        ids: uint8 or uint16, [N * layers * per_token].
+    `start`: position of the first one in its call or row. `ids`: [N * layers * per_token].
     """
 
     start: int
@@ -38,7 +34,6 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
 
     @property
     def table(self) -> Table:
-        """The experts as [N, layers, per_token]."""
         return self.ids.reshape(-1, self.layers, self.per_token)
 
 
@@ -62,7 +57,7 @@ def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table
 
 
 def told_experts(column: Any, row: int) -> RoutedExperts | None:
-    """Returns the experts of a row as JSON tells them: a text or null for each row."""
+    """Returns the experts of a row in JSON: `column` has text or null for each row."""
     if column is None:
         return None
     text = column[row] if isinstance(column, list) and row < len(column) else 0

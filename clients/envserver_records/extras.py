@@ -34,7 +34,7 @@ def missing_module_hint(module: str) -> str:
 
 
 def _from_folder(project: str, extra: str = "") -> str | None:
-    """Returns pip's argument for `project` if it was installed from a folder, else None."""
+    """pip's argument for `project` if it was installed from a folder, else None."""
     found = _distribution(project)
     origin = json.loads((found and found.read_text("direct_url.json")) or "{}")
     if "dir_info" not in origin:
@@ -49,7 +49,7 @@ def _from_folder(project: str, extra: str = "") -> str | None:
 
 
 def _extra_with(module: str) -> str | None:
-    """Returns the smallest extra of the server that installs `module` by its own name."""
+    """The smallest extra of the server that installs `module` by its own name."""
     found = _distribution(SERVER)
     pattern = re.compile(rf"{_normal(module)}\b(?!-).*extra == '([\w-]+)'")
     matches = [pattern.match(_normal(line)) for line in (found and found.requires) or []]

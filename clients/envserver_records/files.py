@@ -1,9 +1,7 @@
-"""Replaces files and folders as a whole: readers see the old content or the new one, never a part.
+"""Replaces files and folders as a whole: readers see the old content or the new, never a part.
 
-In: content. Out: a file or folder under its name. Invariants: the content is written beside
-its place under a hidden name that ends in `.partial` (`PARTIAL_FILES`), and renamed when it is
-whole, so a killed process leaves no partial file under the real name. An error removes it. With
-`sync` the content and its name survive a loss of power, too.
+Content is written beside its place under a hidden name (`PARTIAL_FILES`) and renamed when it is
+whole; an error removes it. With `sync` content and name survive a loss of power, too.
 """
 
 from __future__ import annotations
@@ -26,22 +24,14 @@ _MAX_NAME_CHARACTERS: Final = 40
 
 
 def replace_file(path: Path, data: bytes | str, *, sync: bool = True, mode: int = 0o666) -> None:
-    """Writes `data` (text as UTF-8) to `path`, replacing what was there.
-
-    Args:
-        sync: wait until it is on disk.
-        mode: of the new file, less the process's umask.
-    """
+    """Writes `data` (text as UTF-8) to `path`. `mode` is less the process's umask."""
     with replacing(path, sync=sync, mode=mode) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Yields a file to write to; it becomes `path` when the block ends without an error.
-
-    Args and errors: see `replace_file`.
-    """
+    """Yields a file to write to; it becomes `path` when the block ends without an error."""
     with replacing_path(path, sync=False) as partial:
         handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         file = os.fdopen(handle, "wb")
@@ -61,10 +51,7 @@ def replacing(path: Path, *, sync: bool = True, mode: int = 0o666) -> Iterator[B
 
 @contextmanager
 def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
-    """Yields a path to make a file at; it becomes `path` when the block ends without an error.
-
-    Args and errors: see `replace_file`.
-    """
+    """Yields a path to make a file at; it becomes `path` when the block ends without an error."""
     name = path.name[:_MAX_NAME_CHARACTERS]
     partial = path.with_name(f".{name}.{secrets.token_hex(4)}.partial")
     try:

@@ -1,8 +1,4 @@
-"""Length-prefixed frames: 4 bytes of length (big-endian), then as many bytes.
-
-In: bodies, or the pieces of a stream as a connection gives them. Out: frames, or the bodies in the
-stream. What a body means is its user's matter. A reader never waits for more than `max_bytes`.
-"""
+"""Length-prefixed frames: 4 bytes of length (big-endian), then as many bytes."""
 
 from __future__ import annotations
 
@@ -16,21 +12,15 @@ _READ_BYTES: Final = 1 << 16
 
 
 def frame(body: bytes) -> bytes:
-    """Returns `body` as one frame."""
     return frame_header(len(body)) + body
 
 
 def frame_header(size: int) -> bytes:
-    """Returns the header of a body of `size` bytes."""
     return _LENGTH.pack(size)
 
 
 class FrameReader:
-    """Cuts a stream of bytes into the bodies of its frames.
-
-    Args:
-        max_bytes: the largest body that is accepted; None: any.
-    """
+    """Cuts a stream of bytes into the bodies of its frames, of at most `max_bytes` each."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
         self.max_bytes = max_bytes

@@ -1,7 +1,7 @@
 """Turns failed HTTP answers of the server into typed errors; reads lists of servers' URLs.
 
-In: status and body. Out: the error that the server raised, where its body has the form
-`{"error": {"message", "code", "limit" or "param"}}`; else one by the status.
+A body `{"error": {"message", "code", "limit" or "param"}}` gives the error that the server raised;
+any other, one by the status.
 """
 
 from __future__ import annotations
@@ -38,13 +38,11 @@ class ErrorReader:
     """The meaning of failed answers of one kind of endpoint.
 
     Args:
-        endpoint: its name in messages.
         server_error: status 500 and above, and those in `server_statuses`.
         client_error: any other status.
-        unreadable: the body has another form, with a status of `server_error`.
-        unreadable_client_error: the same with another status; None: `unreadable`.
+        unreadable: the body has another form.
+        unreadable_client_error: the same, with a status of `client_error`; None: `unreadable`.
         by_code: errors that the body's `code` names, besides LimitReached.
-        server_statuses: further statuses that are the server's fault.
     """
 
     endpoint: str
@@ -56,7 +54,6 @@ class ErrorReader:
     server_statuses: frozenset[int] = frozenset()
 
     def read(self, status: int, body: bytes) -> EnvserverError:
-        """Returns the error for an answer other than 200."""
         is_servers = status >= 500 or status in self.server_statuses
         problem = _problem(body)
         if problem is None:
@@ -84,7 +81,6 @@ MODEL: Final = ErrorReader(
     unreadable_client_error=AgentError,
     by_code=by_kind(LimitReached, EngineError, ServiceError),
 )
-"""Calls of the model."""
 
 SANDBOX: Final = ErrorReader(
     endpoint="The server",
@@ -94,7 +90,6 @@ SANDBOX: Final = ErrorReader(
     by_code=by_kind(SandboxError),
     server_statuses=frozenset({_CONFLICT}),
 )
-"""Requests about a sandbox."""
 
 SERVICE: Final = ErrorReader(
     endpoint="The server",
@@ -103,7 +98,6 @@ SERVICE: Final = ErrorReader(
     unreadable=ServiceError,
     server_statuses=frozenset({_CONFLICT}),
 )
-"""Calls of an environment's services."""
 
 
 def _problem(body: bytes) -> dict[str, Any] | None:

@@ -1,8 +1,7 @@
 """Images of conversations: their bytes by content, and where their tokens are in a row.
 
 The engine expands one placeholder of the chat template to as many tokens as its processor makes of
-the image. A row has the expanded tokens; a span says which of them stand for which image. Bytes are
-kept once, by their SHA-256.
+the image; a span says which tokens of a row stand for which image.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ import msgspec
 
 
 class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
-    """An image in a prompt or a row.
+    """An image in a prompt or a row: its SHA-256 in hex, its first token and their number.
 
-    Args:
-        sha256: of its bytes, in hex.
-        offset: position of its first token.
-        length: number of its tokens.
-        grid: what the engine's processor said of its patches: Qwen-VL's `image_grid_thw` (time,
-            height and width in patches); empty: it said nothing.
+    `grid`: what the engine's processor said of its patches, such as Qwen-VL's `image_grid_thw`
+    (time, height and width in patches); empty: nothing.
     """
 
     sha256: str
@@ -31,7 +26,6 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
         return self.offset + self.length
 
 
@@ -46,16 +40,11 @@ class RowImage(msgspec.Struct, frozen=True):
 
 
 def sha256_of(data: bytes) -> str:
-    """Returns the name under which `data` are kept."""
     return hashlib.sha256(data).hexdigest()
 
 
 def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list[RowImage]:
-    """Returns the images of a row, in the order of their tokens.
-
-    Args:
-        size: number of tokens of the row.
-    """
+    """Returns the images of a row of `size` tokens, in the order of their tokens."""
     at = 0
     for span in spans:
         if span.offset < at or span.length < 1 or span.end > size:
@@ -74,7 +63,7 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
 
 
 def told_images(column: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
-    """Returns the images of a row as JSON tells them: a list for each row, of spans as objects."""
+    """Returns the images of a row in JSON: `column` has for each row a list of spans as objects."""
     try:
         spans = [ImageSpan(**one) for one in column[row]]
         found = [msgspec.convert(msgspec.to_builtins(one), ImageSpan) for one in spans]

@@ -1,7 +1,6 @@
-"""Converts records to MessagePack and back.
+"""Converts records to MessagePack and back; arrays are extension types of little-endian bytes.
 
-Arrays are extension types of little-endian bytes, which are decoded as views. numpy is imported
-when the first array is packed or unpacked: records without arrays do without it.
+numpy is imported for the first array only.
 """
 
 from __future__ import annotations

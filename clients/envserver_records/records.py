@@ -141,7 +141,6 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def engine_message(self) -> Message:
-        """The assistant message as the engine gave it."""
         return self.message if self.sampled_message is None else self.sampled_message
 
 
@@ -289,7 +288,6 @@ class Trajectory(msgspec.Struct, kw_only=True):
     images: dict[str, bytes] = msgspec.field(default_factory=dict)
 
     def messages_of(self, agent: str | None) -> list[Message]:
-        """Returns the last conversation of one of several agents."""
         return next((one.messages for one in self.others if one.agent == agent), self.messages)
 
 
@@ -367,7 +365,6 @@ def digest_of(*parts: bytes | memoryview) -> str:
 
 
 def sealed(group: Group) -> Group:
-    """Returns `group` with the digest of its contents."""
     body = pack(msgspec.structs.replace(group, digest="0" * _HEX))
     return msgspec.structs.replace(group, digest=digest_of(body[:-_HEX]))
 
@@ -379,12 +376,9 @@ def is_intact(body: bytes | memoryview) -> bool:
 
 
 class Link(NamedTuple):
-    """A line's place in the chain of its file.
+    """A line's place in the chain of its file: digest of the line before ("": none), its own.
 
-    Args:
-        previous: digest of the line before it; "" for the first.
-        digest: its own.
-        intact: whether the line still has this digest.
+    `intact`: whether the line still has its digest.
     """
 
     previous: str
@@ -393,10 +387,8 @@ class Link(NamedTuple):
 
 
 def chained(line: bytes, previous: str) -> bytes:
-    """Returns `line` (a JSON object and a newline) with its link.
-
-    Args:
-        previous: see `digest_after`; "" for the first line of a file.
+    """Returns `line` (a JSON object and a newline) with its link; `previous`: see
+    `digest_after`.
     """
     body = line.removesuffix(b"\n").removesuffix(b"}")
     said = previous.encode()

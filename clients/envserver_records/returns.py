@@ -1,9 +1,7 @@
 """Advantages of trajectories and of single turns over their group. Pure.
 
-In: what each trajectory of one task and one agent earned. Out: how much better it was than the
-others. Invariants: with a baseline, the advantages of a turn add up to 0 over the
-trajectories that are compared, and are all 0 if their rewards are equal: such a group teaches
-nothing, and rounding errors are not amplified. Rewards of different agents are never compared.
+With a baseline, the advantages of a turn add up to 0 over the compared trajectories, and are all 0
+if their rewards are equal (rounding errors are not amplified). Agents are never compared.
 """
 
 from __future__ import annotations
@@ -35,10 +33,8 @@ _LEAST_STD: Final = 1e-4
 class Earned(NamedTuple):
     """The rewards of one agent in one trajectory.
 
-    Args:
-        reward: all of it: the outcome and the rewards of turns.
-        turns: the agent's calls in order.
-        turn_rewards: rewards by call. Those of calls that `turns` lacks count in the outcome.
+    `reward` is the outcome and the rewards of turns together. `turns`: the agent's calls in order.
+    `turn_rewards`: by call; those of calls that `turns` lacks count in the outcome.
     """
 
     reward: float
@@ -49,9 +45,6 @@ class Earned(NamedTuple):
         """Returns, for each turn, its reward and the discounted rewards of what follows.
 
         The outcome comes with the last turn. With a discount of 1 the first return is `reward`.
-
-        Args:
-            discount: factor for each turn between a reward and the turn that it is counted for.
         """
         own = [self.turn_rewards.get(call, 0.0) for call in self.turns]
         follows = self.reward - math.fsum(own)
@@ -67,9 +60,7 @@ def advantages(
 ) -> NDArray[np.float32]:
     """Returns the advantages of the trajectories of one agent in one group, float32.
 
-    Args:
-        rewards: one per trajectory; not empty.
-        scaling: see `Scaling`; the standard deviation is the population's (divided by n).
+    The standard deviation is the population's (divided by n).
     """
     values = np.asarray(rewards, np.float64)
     spread = 0.0 if values.max() == values.min() else float(values.std())
@@ -96,9 +87,6 @@ def turn_advantages(
     The return of a turn is compared with those of the same turn in the other trajectories, and with
     the last return of those that had fewer turns. So without rewards of turns and with a discount
     of 1 each call has the advantage of its trajectory.
-
-    Args:
-        earned: one per trajectory of the group, all of one agent; not empty.
     """
     returns = [one.returns(discount) or [one.reward] for one in earned]
     longest = max(map(len, returns))
@@ -115,13 +103,7 @@ def turn_advantages(
 def token_advantages(
     calls: NDArray[np.int32], by_call: Mapping[int, float], otherwise: float
 ) -> NDArray[np.float32]:
-    """Returns the advantage of each token of a row, float32[T].
-
-    Args:
-        calls: int32[T], the call that sampled each token.
-        by_call: advantages of calls.
-        otherwise: for the tokens of other calls, and of none.
-    """
+    """Returns the advantage of each token of a row, float32[T] (`calls`: int32[T])."""
     found = np.full(len(calls), otherwise, np.float32)
     for call, advantage in by_call.items():
         found[calls == call] = advantage

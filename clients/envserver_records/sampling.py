@@ -35,11 +35,8 @@ _OFF: Final[dict[str, tuple[Any, ...]]] = {
 class SamplingSpan(msgspec.Struct, frozen=True, array_like=True):
     """How the trained tokens from `start` up to `end` of a row were sampled.
 
-    Args:
-        temperature: 0: the most likely token.
-        logprobs: whether their logprobs are from before the temperature (raw) or after it.
-        altered: names of other settings that changed the distribution, such as top_p: a trainer
-            cannot compute it.
+    Temperature 0: the most likely token. `altered`: other settings that changed the distribution,
+    such as top_p: a trainer cannot compute it.
     """
 
     start: int
@@ -62,7 +59,6 @@ class SamplingSpan(msgspec.Struct, frozen=True, array_like=True):
 def span_of(
     sampling: Mapping[str, Any], logprobs: LogprobsKind, start: int, end: int
 ) -> SamplingSpan:
-    """Returns the span of tokens that were sampled with these settings."""
     temperature = sampling.get("temperature")
     altered = (name for name, off in _OFF.items() if sampling.get(name) not in (None, *off))
     return SamplingSpan(

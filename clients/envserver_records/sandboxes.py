@@ -1,5 +1,3 @@
-"""Records of sandboxes: the specification of one, and the result of a program in it."""
-
 from __future__ import annotations
 
 from typing import Literal
@@ -58,11 +56,8 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Resources that programs in a sandbox used; for several (`Sandbox.total`) sums and peaks.
 
-    Args:
-        cpu_exact: whether the count includes all CPU time.
-        memory_exact: whether the peak is the kernel's; else it was sampled.
-        executions: number of programs.
-        killed: number of programs by KilledBy, without "".
+    `cpu_exact`: all CPU time is counted. `memory_exact`: the peak is the kernel's, not sampled.
+    `executions`: number of programs. `killed`: number by KilledBy, without "".
     """
 
     wall_seconds: float = 0.0
@@ -99,5 +94,4 @@ class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """Whether it ended by itself with status 0."""
         return self.exit == 0 and not self.killed_by

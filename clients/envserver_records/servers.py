@@ -1,12 +1,10 @@
 """HTTP clients for several equal servers: what one cannot answer, the next one is asked.
 
-In: requests of an ordinary httpx client, and the servers' URLs; HTTP_PROXY, HTTPS_PROXY, ALL_PROXY
-and NO_PROXY. Out: the first answer. Invariants: with one URL these are httpx's clients; with
-several, a request goes to each server at most once, beginning with the one that answered last, and
-the caller's own retries begin another round. So each request must be harmless when it is repeated,
-as ours are: by id, by key or by sequence number. Loopback and private addresses, and names of the
-own network, are asked directly; NO_PROXY takes names, addresses and CIDR blocks; an error names the
-proxy, and SSL_CERT_FILE where a certificate is not trusted.
+Invariants: with one URL these are httpx's clients; with several, a request goes to each server at
+most once, beginning with the one that answered last, and the caller's retries begin another round.
+So each request must be harmless when repeated: by id, by key or by sequence number. Proxies come
+from HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY (names, addresses, CIDR blocks); loopback,
+private addresses and names of the own network are asked directly.
 """
 
 from __future__ import annotations
@@ -86,11 +84,7 @@ def _is_direct(url: httpx.URL, named: dict[str, str]) -> bool:
 
 
 class _Transports(Generic[Transport]):
-    """Makes a transport for each proxy when it is first needed.
-
-    Args:
-        options: as for httpx.HTTPTransport.
-    """
+    """Makes a transport for each proxy when it is first needed."""
 
     def __init__(self, kind: type[Transport], options: dict[str, Any]) -> None:
         self._kind: type[Transport] = kind
@@ -110,7 +104,6 @@ class ProxyTransport(httpx.BaseTransport):
         self._transports = _Transports(httpx.HTTPTransport, options)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx.BaseTransport."""
         proxy = proxy_of(request.url)
         with _naming(proxy):
             answer = self._transports.by(proxy).handle_request(request)
@@ -125,13 +118,10 @@ class ProxyTransport(httpx.BaseTransport):
 
 
 class AsyncProxyTransport(httpx.AsyncBaseTransport):
-    """`ProxyTransport` for asyncio."""
-
     def __init__(self, **options: Any) -> None:
         self._transports = _Transports(httpx.AsyncHTTPTransport, options)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """See httpx.AsyncBaseTransport."""
         proxy = proxy_of(request.url)
         with _naming(proxy):
             answer = await self._transports.by(proxy).handle_async_request(request)
@@ -146,7 +136,7 @@ class AsyncProxyTransport(httpx.AsyncBaseTransport):
 
 
 def _is_of_gateway(answer: httpx.Response) -> bool:
-    """Returns whether the proxy seems to have answered: the servers send JSON."""
+    """Whether the proxy seems to have answered: the servers send JSON."""
     is_json = "json" in answer.headers.get("content-type", "")
     return answer.status_code in _OF_GATEWAYS and not is_json
 
@@ -173,7 +163,7 @@ _ALIVE_SECONDS: Final = 3.0
 
 
 class NoServerAnswered(httpx.TransportError):
-    """None of the servers could answer; the message says for each one why."""
+    """No server could answer; the message says for each one why."""
 
 
 class ServersClient(httpx.Client):
@@ -199,7 +189,6 @@ class ServersClient(httpx.Client):
         super().__init__(base_url=self._servers.urls[0], transport=transport, **more)
 
     def send(self, request: httpx.Request, *, stream: bool = False, **how: Any) -> httpx.Response:
-        """Sends `request` as `httpx.Client.send` does."""
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
             return super().send(request, stream=stream, **how)
@@ -219,15 +208,8 @@ class ServersClient(httpx.Client):
 class AsyncServersClient(httpx.AsyncClient):
     """An `httpx.AsyncClient` for one server, or for several equal ones.
 
-    With several, a server that is silent is asked whether it is alive (GET /healthz), so that a
-    frozen one costs seconds even where the answer may take a minute.
-
-    Args:
-        urls, verify, transport: as for `ServersClient`.
-        more: as for `httpx.AsyncClient`.
-
-    Attributes:
-        quiet_seconds: silence after which a server is asked whether it is alive.
+    Of several, a server that is silent for `quiet_seconds` is asked whether it is alive (GET
+    /healthz), so that a frozen one costs seconds even where the answer may take a minute.
     """
 
     quiet_seconds = 3.0
@@ -247,7 +229,6 @@ class AsyncServersClient(httpx.AsyncClient):
     async def send(
         self, request: httpx.Request, *, stream: bool = False, **how: Any
     ) -> httpx.Response:
-        """Sends `request` as `httpx.AsyncClient.send` does."""
         attempts = self._servers.round(request, self.base_url)
         if attempts is None:
             return await super().send(request, stream=stream, **how)
@@ -333,9 +314,7 @@ class _Servers:
         self._bases = [httpx.URL(url if url.endswith("/") else f"{url}/") for url in urls]
 
     def round(self, request: httpx.Request, base: httpx.URL) -> _Round | None:
-        """Returns the servers to try for `request`; None if there is no choice: one server, or a
-        request for another place.
-        """
+        """The servers to try; None: there is one server, or the request is for another place."""
         if len(self._bases) == 1 or not str(request.url).startswith(str(base)):
             return None
         return _Round(self, list(self._bases), request, base)

@@ -61,7 +61,6 @@ class Score(msgspec.Struct, kw_only=True):
         return self.rewards.get(agent or "", self.reward)
 
     def turn_sum(self, agent: str | None) -> float:
-        """Returns the sum of the turn rewards of `agent`."""
         return math.fsum(one.value for one in self.turns if one.agent == agent)
 
     def call_rewards(self, agent: str | None) -> dict[int, float]:
@@ -96,9 +95,8 @@ class RewardRange(msgspec.Struct, frozen=True):
         return reward >= self.solved_at - 1e-9 * max(1.0, abs(self.solved_at))
 
     def share(self, reward: float) -> float:
-        """Returns how far `reward` is from `low` (0) to `solved_at` (1), clipped.
-
-        Without a finite lower bound it is 1 for a solved task, else 0.
+        """Returns how far `reward` is from `low` (0) to `solved_at` (1), clipped; without a finite
+        lower bound 1 for a solved task, else 0.
         """
         if self.low == 0.0 and self.solved_at == 1.0:
             return min(max(reward, 0.0), 1.0)
@@ -108,8 +106,7 @@ class RewardRange(msgspec.Struct, frozen=True):
 
     @property
     def axis(self) -> tuple[float, float]:
-        """Both ends of a line to draw rewards on: the bounds where they are finite, else `worst`
-        and `solved_at`."""
+        """Both ends of an axis for rewards: the finite bounds, else `worst` and `solved_at`."""
         low = self.worst
         high = self.high if math.isfinite(self.high) else self.solved_at
         return low, high if high > low else low + 1.0
@@ -145,8 +142,7 @@ def range_from_json(values: Mapping[str, float | None]) -> RewardRange:
 def outcome(score: Score, trained: Collection[str]) -> float | None:
     """Returns the single number of a scorer's score without turn rewards; None: not scorable.
 
-    Args:
-        trained: names of the trained agents; of all agents if none is trained.
+    `trained`: names of the trained agents; of all agents if none is trained.
     """
     if score.reward is not None:
         return score.reward
@@ -160,9 +156,7 @@ def outcome(score: Score, trained: Collection[str]) -> float | None:
 def with_totals(score: Score, agents: Mapping[str, bool]) -> Score:
     """Returns the score to deliver: turn rewards added to the rewards of their agents.
 
-    Args:
-        score: as a scorer gave it, without totals.
-        agents: whether each declared agent is trained; empty: a single agent without a name.
+    `agents`: whether each declared agent is trained; empty: a single agent without a name.
     """
     trained = [name for name, is_trained in agents.items() if is_trained] or list(agents)
     single = outcome(score, trained)
@@ -221,7 +215,6 @@ class Task(PublicTask, frozen=True):
     hidden: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def without_hidden(self) -> PublicTask:
-        """Returns the part that may leave the server process."""
         return PublicTask(self.id, self.public)
 
 

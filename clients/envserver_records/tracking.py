@@ -1,8 +1,7 @@
 """Trackers of experiments: W&B, Trackio, MLflow, TensorBoard, JSON lines, behind four calls.
 
-In: settings, numbers by step, rows of rollouts. Out: a run in each tracker, which works without
-network unless the user logged in or set an address. Packages are imported when a tracker is opened.
-Invariants: steps that go back never reach a tracker; a number that is not finite is left out.
+They work without network unless the user logged in or set an address. Invariants: steps that go
+back never reach a tracker; a number that is not finite is left out.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ Row = Mapping[str, str | float | int | None]
 
 
 class Tracker(Protocol):
-    """A run in a tracker."""
-
     def config(self, settings: Mapping[str, Any]) -> None:
         """Writes the settings of the run, without secrets; once, before anything else."""
 
@@ -41,23 +38,18 @@ class Tracker(Protocol):
         """Writes numbers; steps ascend."""
 
     def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        """Adds rows to the table of rollouts."""
+        """Adds rows, at least one, to the table of rollouts."""
 
-    def close(self) -> None:
-        """Ends the run."""
+    def close(self) -> None: ...
 
 
 def open_tracker(
     name: TrackerName, *, project: str, run: str, folder: Path, step: int = 0
 ) -> Tracker:
-    """Opens a run.
+    """Opens a run. Raises ConfigError: the package is not installed.
 
-    Args:
-        folder: where files are written that the tracker has no place of its own for.
-        step: the last step that counts of an earlier run with this name.
-
-    Raises:
-        ConfigError: the package is not installed.
+    `folder`: for files of trackers without a place of their own. `step`: the last step that counts
+    of an earlier run with this name.
     """
     if name == "jsonl":
         return JsonLinesTracker(folder / f"{run}.jsonl")
@@ -103,47 +95,12 @@ class JsonLinesTracker:
         self._file.flush()
 
 
-class WandbTracker:
-    """A run of Weights & Biases: offline unless the user has logged in or set WANDB_MODE."""
-
-    def __init__(self, project: str, run: str, folder: Path) -> None:
-        self._wandb = _imported("wandb")
-        folder.mkdir(parents=True, exist_ok=True)
-        mode = os.environ.get("WANDB_MODE") or (None if _has_logged_in() else "offline")
-        # Neither what the terminal shows nor the command line, which may hold keys, is sent.
-        quiet = self._wandb.Settings(console="off", silent=True, x_disable_meta=True)
-        self._run = self._wandb.init(
-            project=project, name=run, dir=str(folder), mode=mode, resume="allow", settings=quiet
-        )
-
-    def config(self, settings: Mapping[str, Any]) -> None:
-        self._run.config.update(dict(settings), allow_val_change=True)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(numbers(values), step=step)
-
-    def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        # A table for each step, as TRL's: one that grows would be kept in memory as a whole.
-        data = [[*row.values()] for row in rows]
-        self._run.log({TABLE: self._wandb.Table(columns=[*rows[0]], data=data)}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _has_logged_in() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - no home
-    return netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="replace")
-
-
 class TrackioTracker:
     """A run of Trackio: in its SQLite files (TRACKIO_DIR) unless TRACKIO_SPACE_ID is set."""
 
     def __init__(self, project: str, run: str) -> None:
-        self._trackio = _imported("trackio")
-        self._run = self._trackio.init(
+        self._package = _imported("trackio")
+        self._run = self._package.init(
             project=project, name=run, resume="allow", auto_log_gpu=False, auto_log_cpu=False
         )
 
@@ -154,11 +111,42 @@ class TrackioTracker:
         self._run.log(numbers(values), step=step)
 
     def rollouts(self, step: int, rows: Sequence[Row]) -> None:
-        table = self._trackio.Table(data=[dict(row) for row in rows])
-        self._run.log({TABLE: table}, step=step)
+        self._run.log({TABLE: self._table(rows)}, step=step)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        return self._package.Table(data=[dict(row) for row in rows])
 
     def close(self) -> None:
         self._run.finish()
+
+
+class WandbTracker(TrackioTracker):
+    """A run of Weights & Biases: offline unless the user has logged in or set WANDB_MODE."""
+
+    def __init__(self, project: str, run: str, folder: Path) -> None:
+        self._package = _imported("wandb")
+        folder.mkdir(parents=True, exist_ok=True)
+        mode = os.environ.get("WANDB_MODE") or (None if _has_logged_in() else "offline")
+        # Neither what the terminal shows nor the command line, which may hold keys, is sent.
+        quiet = self._package.Settings(console="off", silent=True, x_disable_meta=True)
+        self._run = self._package.init(
+            project=project, name=run, dir=str(folder), mode=mode, resume="allow", settings=quiet
+        )
+
+    def config(self, settings: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(settings), allow_val_change=True)
+
+    def _table(self, rows: Sequence[Row]) -> Any:
+        # A table for each step, as TRL's: one that grows would be kept in memory as a whole.
+        data = [[*row.values()] for row in rows]
+        return self._package.Table(columns=[*rows[0]], data=data)
+
+
+def _has_logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path(os.environ.get("NETRC") or os.path.expanduser("~/.netrc"))  # noqa: PTH111 - no home
+    return netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="replace")
 
 
 class MlflowTracker:
@@ -273,7 +261,7 @@ def _markdown(rows: Sequence[Row]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Returns a value as a cell of Markdown: text of a model is no markup."""
+    """Text of a model is not markup."""
     text = "" if value is None else str(value)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace("\\", "\\\\")
     text = "".join(f"\\{one}" if one in "|`*_[]#" else one for one in text)

@@ -1,7 +1,4 @@
-"""Exponential back-off between tries, several tasks in order, and their end.
-
-The back-off is pure: failures in a row and a random number in, seconds out.
-"""
+"""Exponential back-off between tries, several tasks in order, and their end."""
 
 from __future__ import annotations
 
@@ -21,13 +18,9 @@ _MAX_EXPONENT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses that grow by a factor and stay below a maximum.
+    """Pauses that grow by `factor` and stay below `max_seconds`, jitter included.
 
-    Args:
-        first_seconds: the pause after the first failure.
-        max_seconds: no pause is longer, jitter included.
-        factor: how much longer each pause is than the one before.
-        jitter: (low, high), the range that the random number spreads a pause over, as factors.
+    `jitter`: (low, high), the factors that a random number spreads a pause over.
     """
 
     first_seconds: float
@@ -36,12 +29,7 @@ class Backoff:
     jitter: tuple[float, float] = (1.0, 1.0)
 
     def seconds(self, failures: int, draw: float = 1.0) -> float:
-        """Returns the pause after so many failures in a row; none after no failure.
-
-        Args:
-            draw: a random number in [0, 1], such as `random.random()`: where in the range of
-                `jitter` the pause lies.
-        """
+        """The pause after `failures` in a row (0: none); `draw` in [0, 1] is for `jitter`."""
         if failures < 1:
             return 0.0
         grown = self.first_seconds * self.factor ** min(failures - 1, _MAX_EXPONENT)
@@ -67,9 +55,8 @@ async def in_order(
 ) -> AsyncGenerator[tuple[T, R]]:
     """Yields each piece of work with its result, in order; several are done at a time.
 
-    Args:
-        most: no more is begun while the sizes of what is being done add up to this.
-        in_thread: `work` is read in a thread.
+    No more is begun while the sizes of what is being done add up to `most`. `in_thread`: `work` is
+    read in a thread.
     """
     waiting = iter(work)
     begun: deque[tuple[T, asyncio.Task[R]]] = deque()

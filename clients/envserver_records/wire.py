@@ -1,8 +1,4 @@
-"""The native API's answers about groups: what the server writes and the client reads.
-
-In: groups under a lease, one group, or what is known of a group without its rows. Out: MessagePack
-and JSON. Both sides use these structs, so a field exists once.
-"""
+"""The native API's answers about groups: what the server writes and the client reads."""
 
 from __future__ import annotations
 
@@ -20,12 +16,10 @@ LEASE_STREAM: Final = "application/vnd.envserver.stream"
 
 
 class WireGroup(msgspec.Struct):
-    """One group.
+    """One group. `policy_version`: the lowest that sampled any of it, -1: unknown.
 
-    Args:
-        format: how to read `body`: "group" (`records.unpack`) or "atropos" (JSON).
-        policy_version: the lowest version that sampled any of it, -1 where unknown.
-        body: after decoding a view of the answer.
+    `format`: how to read `body`, a view of the answer: "group" (`records.unpack`), "atropos"
+    (JSON).
     """
 
     group_id: str
@@ -36,11 +30,7 @@ class WireGroup(msgspec.Struct):
 
 
 class WireLease(msgspec.Struct):
-    """Groups that are leased together.
-
-    Args:
-        expires_at: seconds of the server's clock.
-    """
+    """Groups that are leased together. `expires_at`: seconds of the server's clock."""
 
     lease_id: str
     expires_at: float

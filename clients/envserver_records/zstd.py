@@ -1,7 +1,4 @@
-"""zstd: from Python 3.14 on in the standard library, before that the package backports.zstd.
-
-Importing this raises ModuleNotFoundError where there is neither; only the client alone allows that.
-"""
+"""zstd, of Python 3.14 or of the package backports.zstd; only the client does without both."""
 
 import sys
 

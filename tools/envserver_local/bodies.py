@@ -94,7 +94,7 @@ class CompletionBody(Body, kw_only=True):
 
 
 class SamplingParams(Sampled, kw_only=True):
-    """Sampling settings of a request for ids; `logprobs`: number of alternatives, None for none."""
+    """`logprobs`: number of alternatives, None for none."""
 
     logprobs: tokenizer.Top | None = None
 
@@ -111,41 +111,29 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 
 class LoraBody(msgspec.Struct, kw_only=True):
-    """Body of the routes that load and unload adapters."""
-
     lora_name: str
     lora_path: str = ""
     load_inplace: bool = False
 
 
 class RpcBody(msgspec.Struct, kw_only=True):
-    """Body of /collective_rpc."""
-
     method: str
     kwargs: dict[str, Any] = {}
 
 
 class VersionBody(msgspec.Struct, kw_only=True):
-    """Body of /update_weight_version."""
-
     new_version: str
 
 
 class JoinBody(msgspec.Struct, kw_only=True):
-    """Body of /init_weight_transfer_engine."""
-
     init_info: dict[str, Any]
 
 
 class BucketBody(msgspec.Struct, kw_only=True):
-    """Body of /update_weights."""
-
     update_info: dict[str, Any]
 
 
 class FinishBody(msgspec.Struct, kw_only=True):
-    """Body of /finish_weight_update."""
-
     weight_version: str | None = None
 
 
@@ -216,11 +204,11 @@ class CallReader:
         self.known = self._format is not None
 
     def free(self, body: ChatBody) -> bool:
-        """Returns whether the model may call a tool, in a format that can be parsed."""
+        """Whether the model may call a tool, in a format that can be parsed."""
         return self.known and bool(body.tools) and body.tool_choice in (None, "auto")
 
     def read(self, text: str, body: ChatBody) -> tuple[str | None, list[dict[str, Any]]]:
-        """Returns the content and the calls of a text. Malformed calls are returned as text."""
+        """The content and the calls of a text. Malformed calls stay text."""
         if self._format is None:
             return text, []
         found = FORMATS[self._format](text, body.tools or [])
@@ -249,7 +237,7 @@ def usage(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> Json:
 
 
 def ranked(row: Row, start: int, end: int) -> list[Ranked]:
-    """Returns for each token its id and logprob, then the requested number of most likely ones."""
+    """For each token its id and logprob, then the requested number of most likely ones."""
     if not row.sampling.top_logprobs:
         return [[pair] for pair in zip(row.ids[start:end], row.logprobs[start:end], strict=True)]
     found = []
@@ -261,7 +249,7 @@ def ranked(row: Row, start: int, end: int) -> list[Ranked]:
 
 
 def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    """Returns logprobs in the format of chat completions, the most likely first."""
+    """Logprobs in the format of chat completions, the most likely first."""
 
     def entry(index: int, logprob: float) -> Json:
         name = text.name(index)
@@ -284,7 +272,7 @@ def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -
 
 
 def token_logprobs(row: Row, start: int, end: int) -> Json:
-    """Returns logprobs in the format of responses with ids only: the sampled token first."""
+    """Logprobs in the format of responses with ids only: the sampled token first."""
 
     def entry(index: int, logprob: float) -> Json:
         return {"token_id": index, "logprob": logprob, "rank": None}
@@ -307,7 +295,7 @@ def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: b
 
 
 def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
-    """Returns logprobs of prompt and answer in the same format; the first token has none."""
+    """Logprobs of prompt and answer in the same format; the first token has none."""
     name = _named(text, as_ids)
     own = completion_logprobs(text, row, 0, len(row.ids), as_ids=as_ids)
     scored = row.scored or []
@@ -323,7 +311,7 @@ def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
 
 
 def prompt_logprobs(text: Text, row: Row) -> list[Json | None] | None:
-    """Returns logprobs of the prompt's tokens by id, None for the first; None if not requested."""
+    """Logprobs of the prompt's tokens by id, None for the first; None if not requested."""
     if row.scored is None:
         return None
     found: list[Json | None] = [None]

@@ -61,7 +61,7 @@ class Settings:
 
 
 def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Returns a number in [0, 1) for each pair of seed and place: splitmix64, 53 bits of it."""
+    """A number in [0, 1) for each pair of seed and place: splitmix64, 53 bits of it."""
     with np.errstate(over="ignore"):
         mixed = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         mixed = _mixed(_mixed(mixed) + _GOLDEN)
@@ -76,7 +76,7 @@ def _mixed(value: np.ndarray) -> np.ndarray:
 
 
 def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -> torch.Tensor:
-    """Returns logits with penalties, biases and bans applied to the rows at `places`."""
+    """Logits with penalties, biases and bans applied to the rows at `places`."""
     logits = logits.clone()
     for place in places:
         row, line = rows[place], logits[place]
@@ -104,9 +104,8 @@ def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -
 def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torch.Tensor:
     """Samples one id per row.
 
-    Args:
-        logits: [rows, vocabulary], float32.
-        places: [rows], number of tokens that each row has sampled before.
+    `logits`: [rows, vocabulary], float32. `places`: [rows], number of tokens that each row has
+    sampled before.
     """
     if settings.all_greedy:
         return logits.argmax(dim=-1)
@@ -121,7 +120,7 @@ def chosen(logits: torch.Tensor, settings: Settings, places: np.ndarray) -> torc
 
 
 def scaled(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
-    """Returns logits after temperature (of greedy rows: 1) and filters."""
+    """Logits after temperature (of greedy rows: 1) and filters."""
     logits = logits / settings.temperature
     if settings.filters:
         return filtered(logits, settings.top_k, settings.top_p, settings.min_p)
@@ -131,9 +130,9 @@ def scaled(logits: torch.Tensor, settings: Settings) -> torch.Tensor:
 def filtered(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Returns logits without the tokens that min_p, then top_k, then top_p exclude.
+    """Logits without the tokens that min_p, then top_k, then top_p exclude; settings are [rows, 1].
 
-    Settings are [rows, 1]. The most likely token always stays.
+    The most likely token always stays.
     """
     ordered, order = logits.sort(dim=-1, descending=True)
     ranks = torch.arange(logits.shape[-1], device=logits.device)[None, :]
@@ -146,7 +145,7 @@ def filtered(
 
 
 def ranked(logprobs: torch.Tensor, count: int) -> list[Ranked]:
-    """Returns the `count` most likely ids of each row of logprobs [rows, vocabulary]."""
+    """The `count` most likely ids of each row of logprobs [rows, vocabulary]."""
     values, ids = logprobs.topk(min(count, logprobs.shape[-1]), dim=-1)
     return [
         list(zip(of_row, scores, strict=True))
@@ -166,12 +165,9 @@ _LENGTH_STEP = 32
 class Generator:
     """The rows that are being sampled; `rows[s]` is in slot `s` of the cache.
 
-    Call every method from one thread.
-
-    Args:
-        model: on its device, in evaluation mode; computed without gradients.
-        processed: the logprobs of sampled tokens are those of the distribution that was sampled
-            from; else the model's own.
+    Call every method from one thread. `model`: on its device, in evaluation mode; computed without
+    gradients. `processed`: the logprobs of sampled tokens are those of the distribution that was
+    sampled from; else the model's own.
     """
 
     def __init__(
@@ -268,7 +264,7 @@ class Generator:
 
     @_untraced
     def score(self, row: Row) -> list[Ranked]:
-        """Returns logprobs of each prompt token but the first, then the most likely tokens."""
+        """Logprobs of each prompt token but the first, then the most likely tokens."""
         count = row.sampling.prompt_logprobs or 0
         ids = torch.tensor([row.prompt], device=self._device)
         own = SlotCache(self._config.num_hidden_layers)
@@ -316,7 +312,7 @@ class Generator:
             start = stop
 
     def _decode(self, count: int) -> torch.Tensor:
-        """Returns logits [rows, vocabulary] after each row's last token."""
+        """Logits [rows, vocabulary] after each row's last token."""
         length = int(self._lengths.max()) + 1
         length = -(-length // _LENGTH_STEP) * _LENGTH_STEP
         self._cache.make_room(count, length)
@@ -333,7 +329,7 @@ class Generator:
         cache: SlotCache | None = None,
         head: bool = False,
     ) -> torch.Tensor:
-        """Runs a pass of ids [rows, queries]; returns hidden states, or logits with `head`."""
+        """A pass of ids [rows, queries]: hidden states, or logits with `head`."""
         cache = cache or self._cache
         cache.place = place
         model: Any = self.model if head else self.model.base_model
@@ -349,7 +345,7 @@ class Generator:
         return found
 
     def _masks(self, place: Place) -> Any:
-        """Returns attention masks [rows, 1, queries, length]; by kind of layer if there are two."""
+        """Attention masks [rows, 1, queries, length]; by kind of layer if there are two."""
         back = place.positions[:, None, :, None] - torch.arange(
             place.length, device=place.positions.device
         )
@@ -367,7 +363,7 @@ class Generator:
 
 
 def _pass_rows(lengths: np.ndarray, known: Sequence[int]) -> int:
-    """Returns how many of the next rows, sorted by length, are read in one pass."""
+    """How many of the next rows, sorted by length, are read in one pass."""
     count, least = 1, known[0]
     while count < len(lengths):
         least = min(least, known[count])
@@ -378,7 +374,7 @@ def _pass_rows(lengths: np.ndarray, known: Sequence[int]) -> int:
 
 
 def _windows(config: Any) -> dict[str, int | None]:
-    """Returns the kinds of the model's layers with their window; None: the whole sequence."""
+    """The kinds of the model's layers with their window; None: the whole sequence."""
     # A setting in the model's file that its architecture does not know is not used by it.
     declared = hasattr(type(config), "sliding_window")
     window = config.sliding_window if declared else None
@@ -400,7 +396,7 @@ _log = structlog.get_logger("envserver_local")
 
 
 class Runner:
-    """Runs the engine's thread; `version`: of the weights, with which tokens are marked."""
+    """The engine's thread; `version`: of the weights, with which tokens are marked."""
 
     def __init__(
         self, generator: Generator, scheduler: Scheduler, text: Text, version: str
@@ -428,7 +424,6 @@ class Runner:
 
     @property
     def alive(self) -> bool:
-        """Whether submitted rows are processed."""
         return self._thread.is_alive()
 
     def end(self) -> None:
@@ -461,12 +456,12 @@ class Runner:
         await asyncio.wrap_future(done)
 
     def resume(self) -> None:
-        """Resumes sampling. Call it between steps."""
+        """Call it between steps."""
         self.scheduler.paused = None
         self._tell_idle()
 
     def set_version(self, version: str) -> None:
-        """Sets the version of tokens sampled from now on. Call it between steps."""
+        """The version of tokens sampled from now on. Call it between steps."""
         self.version = version
         for row in self.scheduler.running:
             row.mark(version)

@@ -45,11 +45,9 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the signature of transformers' attention functions.
 
-    query [rows, heads, queries, size] and keys, values [rows, shared heads, length, size]
-    -> [rows, queries, heads, size].
-
-    Args:
-        attention_mask: [rows, 1, queries, length], true where a query may attend.
+    query [rows, heads, queries, size] and keys, values [rows, shared heads, length, size] -> [rows,
+    queries, heads, size]. `attention_mask`: [rows, 1, queries, length], true where a query may
+    attend.
     """
     if any(kwargs.get(name) is not None for name in _FOREIGN):
         raise ConfigError("The local engine does not know this model's attention.", hint=OTHERS)
@@ -102,9 +100,7 @@ _SLOT_STEP = 8
 class Place:
     """Where a pass writes and reads: slots `first` to `first + count`, at `positions`.
 
-    Args:
-        positions: [count, queries], positions of the tokens to write.
-        length: number of places to read.
+    `positions`: [count, queries], of the tokens to write. `length`: number of places to read.
     """
 
     def __init__(self, first: int, positions: torch.Tensor, length: int) -> None:
@@ -125,7 +121,6 @@ class SlotCache:
         """Keys and values by layer, each [slots, heads, length, size]; None until first used."""
 
     def make_room(self, slots: int, length: int) -> None:
-        """Grows the cache to at least this number of slots and places."""
         if slots <= self._slots and length <= self._length:
             return
         if slots > self._slots:
@@ -144,9 +139,8 @@ class SlotCache:
                 part[target, :, :length] = part[source, :, :length]
 
     def taken(self, slot: int, length: int) -> list[torch.Tensor]:
-        """Returns a copy of a slot's first `length` places: [2, heads, length, size] per layer.
-
-        Empty if nothing was ever written.
+        """A copy of a slot's first `length` places: [2, heads, length, size] per layer; empty if
+        nothing was ever written.
         """
         return [
             torch.stack([part[slot, :, :length] for part in block])
@@ -155,7 +149,6 @@ class SlotCache:
         ]
 
     def put(self, slot: int, taken: list[torch.Tensor], length: int) -> None:
-        """Writes the first `length` places of a copy to a slot."""
         for layer, old in enumerate(taken):
             keys, values = self._block(layer, old[0], old[1])
             keys[slot, :, :length] = old[0, :, :length]
@@ -170,7 +163,8 @@ class SlotCache:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the states [rows, heads, queries, size] of a pass; returns all that its rows
-        attend to."""
+        attend to.
+        """
         place = self.place
         assert place is not None
         keys, values = self._block(layer_idx, key_states, value_states)
@@ -241,7 +235,7 @@ class Prefixes:
     def find(
         self, ids: list[int], adapter: Adapter | None
     ) -> tuple[list[torch.Tensor], int] | None:
-        """Returns the states of the longest cached prefix of `ids`, and its length in tokens."""
+        """The states of the longest cached prefix of `ids`, and its length in tokens."""
         self.asked += len(ids)
         if not self._kept:
             return None
@@ -287,7 +281,7 @@ class _Kept:
             self.blocks.append(chain)
 
     def shared(self, other: _Kept) -> int:
-        """Returns the length of the common prefix in tokens; 0 for different adapters."""
+        """The length of the common prefix in tokens; 0 for different adapters."""
         if other.adapter is not self.adapter:
             return 0
         count = min(len(other.ids), len(self.ids))

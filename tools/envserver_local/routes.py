@@ -1,19 +1,19 @@
 """Chat, completions and vLLM's token endpoints: each request becomes rows of the batch.
 
-A request's model is the engine's own name or an adapter's. If the client hangs up or the server
-stops, the request's rows leave the batch. A stream of a chat sends text as it is sampled, unless it
-may contain calls: then the text is parsed once at the end, while ids and logprobs are still sent
-token by token. Rendering returns the whole request for generating, with every setting; generating
-reports which version of the weights sampled which tokens.
+If the client hangs up or the server stops, the request's rows leave the batch. A stream of a chat
+sends text as it is sampled, unless it may contain calls: then the text is parsed once at the end,
+while ids and logprobs are still sent token by token. Rendering returns the whole request for
+generating, with every setting; generating reports which version of the weights sampled which
+tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple
 
 import msgspec
 from envserver_records.errors import EngineRefused
@@ -27,12 +27,21 @@ from .text import Growing, Row, Sampling, Text
 from .weights import Adapter, Adapters
 
 
+class Progress(NamedTuple):
+    """The tokens `start` to `end` of choice `number` are new; `finish`: it has ended, and why."""
+
+    number: int
+    row: Row
+    start: int
+    end: int
+    finish: str | None
+
+
 class Asking:
     """Makes rows from requests.
 
     Args:
-        model: the name under which the model is served.
-        root: its folder or its name on the hub.
+        root: the model's folder or its name on the hub.
         most_tokens: maximum number of tokens of a prompt and its answer together.
         vocabulary: number of ids of the model; it may exceed the tokenizer's, and all can be
             sampled.
@@ -61,7 +70,7 @@ class Asking:
         self._defaults = defaults
 
     def adapter(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that a model name refers to; None for the model itself."""
+        """The adapter that a model name refers to; None for the model itself."""
         if name in (None, "", self.model):
             return None
         found = self.adapters.find(str(name))
@@ -87,12 +96,10 @@ class Asking:
     def sampling(
         self, body: Sampled, prompt: Sequence[int], *, limit: int | None, top: int, raw: bool
     ) -> Sampling:
-        """Returns the sampling settings of `body` for `prompt`.
+        """The sampling settings of `body` for `prompt`.
 
-        Args:
-            limit: maximum number of tokens of the answer, None: all that the context leaves.
-            top: number of most likely tokens to return.
-            raw: whether special tokens are returned as text.
+        `limit`: maximum number of tokens of the answer, None: all that the context leaves. `top`:
+        number of most likely tokens to return. `raw`: special tokens are returned as text.
         """
         room = self.most_tokens - len(prompt)
         if limit is not None and limit > room:
@@ -150,11 +157,29 @@ class Asking:
                 self.runner.abort(rows)
 
     async def whole(self, rows: Sequence[Row]) -> None:
-        """Runs rows until all have ended."""
         async with self.running(rows) as wait:
             while any(row.finish is None for row in rows):
                 await wait()
         check(rows)
+
+    async def progress(self, rows: Sequence[Row]) -> AsyncGenerator[Progress]:
+        """Runs rows; yields what each step added to one, until all have ended. If it is closed
+        earlier, the rows leave the batch."""
+        sent = [0] * len(rows)
+        left = set(range(len(rows)))
+        async with self.running(rows) as wait:
+            while left:
+                await wait()
+                check(rows)
+                for index in sorted(left):
+                    row, start = rows[index], sent[index]
+                    finish, end = row.finish, len(row.logprobs)
+                    if end == start and finish is None:
+                        continue
+                    sent[index] = end
+                    if finish is not None:
+                        left.discard(index)
+                    yield Progress(index, row, start, end, finish)
 
     def _setting(self, body: Sampled, name: str, plain: float) -> float:
         value = getattr(body, name)
@@ -173,7 +198,7 @@ class Asking:
 
 
 def check(rows: Sequence[Row]) -> None:
-    """Checks that no row failed."""
+    """Raises EngineRefused: a row failed."""
     for row in rows:
         if row.finish == "error":
             raise EngineRefused(f"The engine failed: {row.error}", status=500)
@@ -229,15 +254,11 @@ class Chat:
             first = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
             ids = {"prompt_token_ids": rows[0].prompt} if body.return_token_ids else {}
             yield {**head, "choices": [first], **ids}
-        streams = [_Stream(self, body, index, row) for index, row in enumerate(rows)]
-        async with self._asking.running(rows) as wait:
-            while any(stream.open for stream in streams):
-                await wait()
-                check(rows)
-                for stream in streams:
-                    choice = stream.next()
-                    if choice is not None:
-                        yield {**head, "choices": [choice]}
+        may_call = self._calls.free(body)
+        growing = [None if may_call else Growing(self._text, row) for row in rows]
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for step in steps:
+                yield {**head, "choices": [self._delta(body, step, growing[step.number])]}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": bodies.usage([rows[0].prompt], rows)}
 
@@ -251,7 +272,7 @@ class Chat:
         return message
 
     def facts(self, body: ChatBody, row: Row, start: int, end: int) -> Json:
-        """Returns ids, logprobs and other facts about tokens `start` to `end` of a choice."""
+        """Ids, logprobs and other facts about tokens `start` to `end` of a choice."""
         facts: Json = {"logprobs": None}
         if body.logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
@@ -270,8 +291,22 @@ class Chat:
             "stop_reason": row.stop_reason,
         }
 
-    def whole_delta(self, body: ChatBody, row: Row) -> Json:
-        """Returns a whole message as one delta, for answers that may contain calls."""
+    def _delta(self, body: ChatBody, step: Progress, growing: Growing | None) -> Json:
+        row, finish = step.row, step.finish
+        if growing is not None:
+            text = growing.more()
+            delta = {"content": text} if text else {}
+        else:
+            delta = {} if finish is None else self._whole_delta(body, row)
+        choice: Json = {"index": step.number, "delta": delta, "finish_reason": None}
+        choice |= self.facts(body, row, step.start, step.end)
+        if finish is not None:
+            choice["finish_reason"] = "tool_calls" if delta.get("tool_calls") else finish
+            choice["stop_reason"] = row.stop_reason
+        return choice
+
+    def _whole_delta(self, body: ChatBody, row: Row) -> Json:
+        """A whole message as one delta, for answers that may contain calls."""
         message = self.message(body, self._text.answer(row))
         delta: Json = {"content": message["content"]} if message["content"] else {}
         if message.get("tool_calls"):
@@ -281,44 +316,13 @@ class Chat:
         return delta
 
 
-class _Stream:
-    def __init__(self, chat: Chat, body: ChatBody, index: int, row: Row) -> None:
-        self.open = True
-        self._chat = chat
-        self._body = body
-        self._index = index
-        self._row = row
-        self._told = 0
-        self._growing = None if chat._calls.free(body) else Growing(chat._text, row)
-
-    def next(self) -> Json | None:
-        """Returns the next chunk's choice; None if there is nothing new."""
-        row = self._row
-        finish, count = row.finish, len(row.logprobs)
-        if not self.open or (count == self._told and finish is None):
-            return None
-        if self._growing is not None:
-            text = self._growing.more()
-            delta = {"content": text} if text else {}
-        else:
-            delta = {} if finish is None else self._chat.whole_delta(self._body, row)
-        choice: Json = {"index": self._index, "delta": delta, "finish_reason": None}
-        choice |= self._chat.facts(self._body, row, self._told, count)
-        self._told = count
-        if finish is not None:
-            self.open = False
-            choice["finish_reason"] = "tool_calls" if delta.get("tool_calls") else finish
-            choice["stop_reason"] = row.stop_reason
-        return choice
-
-
 class Completions:
     def __init__(self, asking: Asking) -> None:
         self._asking = asking
         self._text = asking.text
 
     def rows(self, body: CompletionBody) -> list[Row]:
-        """Returns the rows of all prompts, in order, `n` for each."""
+        """The rows of all prompts, in order, `n` for each."""
         check_body(body)
         adapter = self._asking.adapter(body.model)
         rows = []
@@ -344,30 +348,18 @@ class Completions:
     async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
         head = bodies.head("cmpl", "text_completion", body.model or self._asking.model)
         growing = [Growing(self._text, row) for row in rows]
-        sent = [0] * len(rows)
-        left = set(range(len(rows)))
-        async with self._asking.running(rows) as wait:
-            while left:
-                await wait()
-                check(rows)
-                for index in sorted(left):
-                    row = rows[index]
-                    finish, count = row.finish, len(row.logprobs)
-                    if count == sent[index] and finish is None:
-                        continue
-                    choice = {
-                        "index": index,
-                        "text": growing[index].more(),
-                        **self._facts(body, row, sent[index], count),
-                        "finish_reason": finish,
-                        "stop_reason": row.stop_reason,
-                    }
-                    if body.return_token_ids:
-                        choice["prompt_token_ids"] = row.prompt if sent[index] == 0 else None
-                    sent[index] = count
-                    if finish is not None:
-                        left.discard(index)
-                    yield {**head, "choices": [choice]}
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for index, row, start, end, finish in steps:
+                choice = {
+                    "index": index,
+                    "text": growing[index].more(),
+                    **self._facts(body, row, start, end),
+                    "finish_reason": finish,
+                    "stop_reason": row.stop_reason,
+                }
+                if body.return_token_ids:
+                    choice["prompt_token_ids"] = row.prompt if start == 0 else None
+                yield {**head, "choices": [choice]}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": self._usage(body, rows)}
 
@@ -425,8 +417,6 @@ def _is_id(value: Any) -> bool:
 
 
 class Tokens:
-    """Answers requests that contain or return ids."""
-
     def __init__(self, asking: Asking, chat: Chat, calls: CallReader) -> None:
         self._asking = asking
         self._text = asking.text
@@ -434,7 +424,7 @@ class Tokens:
         self._calls = calls
 
     def render(self, body: ChatBody) -> Json:
-        """Returns the body for /inference/v1/generate that corresponds to a chat request."""
+        """The body for /inference/v1/generate that corresponds to a chat request."""
         row = self._chat.rows(body)[0]
         asked = row.sampling
         params: Json = {
@@ -502,36 +492,25 @@ class Tokens:
         }
 
     async def chunks(self, body: GenerateBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        """Yields the answer in chunks; the prompt's ids are in the first one."""
+        """The prompt's ids are in the first chunk."""
         head = self._head(body)
         growing = [Growing(self._text, row) for row in rows]
-        sent = [0] * len(rows)
-        left = set(range(len(rows)))
         prompt = {"prompt_token_ids": body.token_ids} if body.return_token_ids else {}
-        async with self._asking.running(rows) as wait:
-            while left:
-                await wait()
-                check(rows)
-                for index in sorted(left):
-                    row = rows[index]
-                    finish, count = row.finish, len(row.logprobs)
-                    if count == sent[index] and finish is None:
-                        continue
-                    choice = {"index": index, **self._facts(body, row, sent[index], count)}
-                    choice |= {"finish_reason": None, "stop_reason": None}
-                    if body.output_mode == "text":
-                        choice["text"] = growing[index].more()
-                    sent[index] = count
-                    if finish is not None:
-                        left.discard(index)
-                        choice |= self._end(row)
-                    yield {**head, "choices": [choice], **prompt}
-                    prompt = {}
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for index, row, start, end, finish in steps:
+                choice = {"index": index, **self._facts(body, row, start, end)}
+                choice |= {"finish_reason": None, "stop_reason": None}
+                if body.output_mode == "text":
+                    choice["text"] = growing[index].more()
+                if finish is not None:
+                    choice |= self._end(row)
+                yield {**head, "choices": [choice], **prompt}
+                prompt = {}
         if body.stream_options and body.stream_options.include_usage:
             yield {**head, "choices": [], "usage": bodies.usage([body.token_ids], rows)}
 
     def derender(self, body: Any) -> Json:
-        """Returns the messages in generated ids; the token that ended an answer becomes text."""
+        """The messages in generated ids; the token that ended an answer becomes text."""
         asked = body.get("chat_request")
         if asked is None and self._calls.known:
             raise EngineRefused(

@@ -1,8 +1,7 @@
-"""The engine over HTTP, with vLLM's paths and response formats: loads and checks the model, then
-serves it.
+"""The engine over HTTP, with vLLM's paths and response formats.
 
-What always holds: a wrong request gets an OpenAI-style error with HTTP 4xx, and a client that hangs
-up frees its place in the batch. The routes that pause and change weights are those of vLLM's
+Invariants: a wrong request gets an OpenAI-style error with HTTP 4xx, and a client that hangs up
+frees its place in the batch. The routes that pause and change weights are those of vLLM's
 development mode: any client of this engine can use them, so by default it listens on this machine
 only.
 """
@@ -15,7 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 import orjson
@@ -63,9 +62,8 @@ from .bodies import (
     refuse_foreign,
 )
 from .generation import Generator, Runner
-from .options import Options
 from .routes import Asking, Chat, Completions, Tokens
-from .serving import (
+from .simulated.server import (
     ProgramsOnly,
     QuietServer,
     decoded,
@@ -79,6 +77,9 @@ from .serving import (
 from .simulated.tokenizer import DetokenizeBody, read
 from .text import PauseMode, Row, Sampling, Scheduler, Text
 from .weights import Adapters, Receiver
+
+if TYPE_CHECKING:
+    from .__main__ import Options
 
 
 class Metrics(Collector):
@@ -122,8 +123,6 @@ class Metrics(Collector):
 
 
 class Control:
-    """Answers requests about the engine itself."""
-
     def __init__(self, asking: Asking, *, lora: bool) -> None:
         self._asking = asking
         self._runner = asking.runner
@@ -311,7 +310,7 @@ Answering = Callable[[Request, Any], Awaitable[Response]]
 
 
 def local_app(asking: Asking, *, lora: bool) -> Starlette:
-    """Makes the ASGI application; `lora`: adapters may be loaded at run time."""
+    """`lora`: adapters may be loaded at run time."""
     calls = CallReader(asking.text)
     chat = Chat(asking, calls)
     completions = Completions(asking)
@@ -369,7 +368,7 @@ def _decoding(answer: Answering) -> Callable[[Request], Awaitable[Response]]:
 
 
 async def _whole(request: Request, answer: Awaitable[Json]) -> Response:
-    """Returns the answer; cancels the work if the client hangs up first."""
+    """Cancels the work if the client hangs up first."""
     answering = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_hung_up(request))
     try:
@@ -422,11 +421,8 @@ _MOST_TOKENS = 32_768
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """A loaded model.
-
-    Args:
-        most_tokens: maximum number of tokens of a prompt and its answer together.
-        defaults: sampling settings of the model's generation config.
+    """`most_tokens`: maximum number of tokens of a prompt and its answer together. `defaults`:
+    sampling settings of the model's generation config.
     """
 
     model: PreTrainedModel
@@ -503,7 +499,7 @@ def _quantized(options: Options, device: torch.device) -> dict[str, Any]:
 
 
 def _stop_ids(tokenizer: Any, generation: Any, config: Any) -> list[int]:
-    """Returns the tokenizer's end token first, then those in the model's configurations."""
+    """The tokenizer's end token first, then those in the model's configurations."""
     ids: list[int] = []
     for found in (
         tokenizer.eos_token_id,
@@ -525,7 +521,7 @@ _ROUGH = 0.5
 
 
 def check(generator: Generator) -> float:
-    """Returns the largest difference of a logprob, for two prompts that were sampled together."""
+    """The largest difference of a logprob, for two prompts that were sampled together."""
     model = generator.model
     size = model.get_input_embeddings().num_embeddings
     rows = [
@@ -633,7 +629,7 @@ def _end(server: uvicorn.Server, runner: Runner) -> None:
 
 
 def _most_places(options: Options, loaded: Loaded) -> int:
-    """Returns the number of tokens whose keys and values fit the memory budget."""
+    """The number of tokens whose keys and values fit the memory budget."""
     config = loaded.model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,9 +1,9 @@
 """The model's tokenizer and chat template, where an answer's text ends, and answers while they are
 sampled: rows, their settings, and which of them join the batch and when.
 
-A row belongs to the engine's thread, which only appends to its lists. Waiting code reads them, and
-reads the row's end once `finish` is set. Rows join in order of arrival as soon as a slot is free;
-none joins while sampling is paused.
+Pure: no torch and no clock. A row belongs to the engine's thread, which only appends to its lists.
+Waiting code reads them, and reads the row's end once `finish` is set. A row is waiting, running or
+gone. Rows join in order of arrival as soon as a slot is free; none joins while sampling is paused.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ _BROKEN = "\ufffd"
 class Text:
     """Tokenizer and chat template of a model.
 
-    Args:
-        stop_ids: ids that end the model's turn; the first is its regular end.
-        defaults: template variables of every conversation.
+    `stop_ids` end the model's turn; the first is its regular end. `defaults`: template variables of
+    every conversation.
     """
 
     def __init__(
@@ -87,8 +86,7 @@ class Text:
         return str(text)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Returns the ids of a text; `special`: with the tokens that the tokenizer adds around
-        texts."""
+        """`special`: with the tokens that the tokenizer adds around texts."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special)
         return ids
 
@@ -99,8 +97,7 @@ class Text:
         return str(text)
 
     def answer(self, row: Row) -> str:
-        """Returns the text of a row so far, without the token that ended it and up to a stop
-        string."""
+        """The text so far, without the token that ended it and up to a stop string."""
         asked = row.sampling
         ended = row.finish == "stop" and not isinstance(row.stop_reason, str)
         ids = row.ids[:-1] if ended and not asked.keep_stop else row.ids
@@ -111,7 +108,7 @@ class Text:
         return text
 
     def ends(self, row: Row) -> bool:
-        """Returns whether the row's last token ended it; then sets `finish` and `stop_reason`."""
+        """Whether the row's last token ended it; then sets `finish` and `stop_reason`."""
         asked = row.sampling
         token = row.ids[-1]
         enough = len(row.ids) >= asked.min_tokens
@@ -126,7 +123,7 @@ class Text:
         return row.finish is not None
 
     def _stop(self, row: Row) -> str | None:
-        """Returns the stop string that is complete now; of several, the one that ends first."""
+        """The stop string that is complete now; of several, the one that ends first."""
         asked = row.sampling
         tail = _TAIL_TOKENS + max(map(len, asked.stops))
         text = self.decode(row.ids[-tail:], skip_special=asked.skip_special_tokens)
@@ -155,7 +152,7 @@ class Growing:
         """Index of the first token decoded for context, and number of tokens read."""
 
     def more(self) -> str:
-        """Returns the text that can be sent now and was not sent yet."""
+        """The text that can be sent now and was not sent yet."""
         row = self._row
         if row.finish is not None:
             whole = self._text.answer(row)
@@ -167,9 +164,8 @@ class Growing:
         return new
 
     def _read_on(self) -> str:
-        """Reads all complete text.
-
-        Tokens are decoded together with those before them; otherwise some tokenizers drop a space.
+        """Tokens are decoded together with those before them; otherwise some tokenizers drop a
+        space.
         """
         ids, skip = self._row.ids, self._row.sampling.skip_special_tokens
         count = len(ids)
@@ -182,7 +178,7 @@ class Growing:
 
 
 def _held(text: str, stops: Sequence[str]) -> int:
-    """Returns the number of characters at the end of `text` with which a stop string may begin."""
+    """The number of characters at the end of `text` with which a stop string may begin."""
     most = 0
     for stop in stops:
         for size in range(min(len(stop) - 1, len(text)), most, -1):
@@ -191,11 +187,6 @@ def _held(text: str, stops: Sequence[str]) -> int:
                 break
     return most
 
-
-# Pure: no torch and no clock. A row belongs to the engine's thread, which only appends to its
-# lists. Waiting code reads them, and reads the row's end once `finish` is set. Rows join in order
-# of arrival as soon as a slot is free; none joins while sampling is paused. What always holds: a
-# row is in exactly one state: waiting, running or gone.
 
 Ranked = list[tuple[int, float]]
 """Ids with their logprobs, the most likely first."""
@@ -207,7 +198,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         temperature: 0 takes the most likely token.
         top_k: 0 for all.
-        seed: seed of the answer; the same seed, prompt and weights give the same answer.
+        seed: the same seed, prompt and weights give the same answer.
         enders: ids that end the answer -> the `stop_reason` of each.
         stops: stop strings, none empty.
         top_logprobs: number of most likely tokens returned for each position.
@@ -234,7 +225,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     def times(self, count: int) -> list[Sampling]:
-        """Returns the settings of several answers to one prompt: with a seed, each has its own."""
+        """The settings of several answers to one prompt: with a seed, each has its own."""
         if self.seed is None:
             return [self] * count
         return [
@@ -244,11 +235,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> bool:
-        """Whether unlikely tokens are filtered out."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def adjusts(self, sampled: int) -> bool:
-        """Returns whether logits are changed before the token after `sampled` others is chosen."""
+        """Whether logits are changed before the token after `sampled` others is chosen."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -260,13 +250,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row:
-    """One answer.
+    """One answer to `prompt` (ids, at least one).
 
-    Args:
-        prompt: ids, at least one.
-        adapter: adapter to use; None: only the model's own weights.
-        on_change: called, from the engine's thread, after each step that added to the row or ended
-            it. Calls of one step come together.
+    `on_change` is called, from the engine's thread, after each step that added to the row or ended
+    it. Calls of one step come together.
     """
 
     def __init__(
@@ -322,9 +309,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 class Scheduler:
     """Decides which rows run.
 
-    Args:
-        most_rows: maximum number of rows that run at the same time.
-        most_tokens: places of the padded cache: rows times the tokens of the longest row.
+    `most_tokens`: places of the padded cache: rows times the tokens of the longest row.
     """
 
     def __init__(self, most_rows: int, most_tokens: int) -> None:
@@ -359,7 +344,7 @@ class Scheduler:
         return joining
 
     def displaced(self) -> list[Row]:
-        """Returns the rows that must leave because others grew; they go to the front of the queue.
+        """The rows that must leave because others grew; they go to the front of the queue.
 
         The row that came last leaves first; one row always stays.
         """
@@ -380,9 +365,8 @@ class Scheduler:
         return False
 
     def _next(self) -> Row | None:
-        """Returns the first row of the queue.
-
-        During a pause that lets rows finish, only rows that had begun may continue.
+        """The first row of the queue; during a pause that lets rows finish, only one that had
+        begun.
         """
         row = self.waiting[0] if self.waiting else None
         if self.paused is None or (self.paused == "wait" and row is not None and row.ids):

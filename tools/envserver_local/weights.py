@@ -164,7 +164,6 @@ class Receiver:
             self.incomplete = False
 
     def must_be_whole(self) -> None:
-        """Checks that all weights are of one version."""
         if self.incomplete:
             raise _refused("An update of the weights failed: send all of them again.", 409)
 
@@ -192,7 +191,7 @@ _PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none", "modules_to_sav
 
 
 class Adapter:
-    """A loaded adapter. `layers`: layer name -> A [rank, in] and scaled B [out, rank]."""
+    """`layers`: layer name -> A [rank, in] and scaled B [out, rank]."""
 
     def __init__(
         self, name: str, folder: Path, layers: dict[str, tuple[torch.Tensor, ...]]
@@ -214,7 +213,7 @@ class Adapters:
         return list(self._loaded.values())
 
     def find(self, name: str) -> Adapter | None:
-        """Returns the current adapter called `name`; running rows keep the one they began with."""
+        """Running rows keep the adapter that they began with."""
         return self._loaded.get(name)
 
     def load(self, name: str, folder: Path, *, replace: bool = False) -> Adapter:
@@ -321,7 +320,7 @@ def _parts(adapters: Sequence[Adapter | None], model: torch.nn.Module) -> list[P
 def _added(
     output: torch.Tensor, states: torch.Tensor, layer: str, parts: list[Part]
 ) -> torch.Tensor:
-    """Returns the layer's output plus the adapters' contributions."""
+    """The layer's output plus the adapters' contributions."""
     output = output.clone()
     for rows, adapter in parts:
         pair = adapter.layers.get(layer)

@@ -1,7 +1,7 @@
 """Tools for agents: a function and its description for the model, and loops that run them.
 
-The names below are imported when they are first used; `documents`, `retrieval` and `web` are
-packages with names of their own.
+Names are imported when they are first used; `documents`, `retrieval` and `web` have names of their
+own.
 """
 
 from __future__ import annotations
@@ -30,28 +30,17 @@ if TYPE_CHECKING:
 
 # The programs in a sandbox import this package too, so it must not import the tools itself.
 _MODULES = {
-    "CALCULATE": "calculator",
-    "calculate": "calculator",
-    "Tool": "calling",
-    "ToolError": "calling",
-    "ToolResult": "calling",
-    "call_tool": "calling",
-    "descriptions": "calling",
-    "function_tool": "calling",
-    "run_tool_call": "calling",
-    "toolbox": "calling",
-    "use_tool": "calling",
-    "LoopEnd": "loop",
-    "chat_with_tools": "loop",
-    "ProtocolRun": "protocol",
-    "describe_tools": "protocol",
-    "parse_message": "protocol",
-    "run_protocol": "protocol",
-    "PRELOAD": "sandboxed",
-    "read_patch": "sandboxed",
-    "sandbox_tools": "sandboxed",
-    "as_smolagents": "smolagents_adapter",
-    "visible_text": "calling",
+    name: module
+    for module, names in {
+        "calculator": "CALCULATE calculate",
+        "calling": "Tool ToolError ToolResult call_tool descriptions function_tool run_tool_call"
+        " toolbox use_tool visible_text",
+        "loop": "LoopEnd chat_with_tools",
+        "protocol": "ProtocolRun describe_tools parse_message run_protocol",
+        "sandboxed": "PRELOAD read_patch sandbox_tools",
+        "smolagents_adapter": "as_smolagents",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

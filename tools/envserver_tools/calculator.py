@@ -41,7 +41,6 @@ CALCULATE: dict[str, Any] = {
         },
     },
 }
-"""The calculator as an OpenAI function tool."""
 
 Number = int | float
 

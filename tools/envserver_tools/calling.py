@@ -1,7 +1,10 @@
-"""Runs a model's tool calls: the names of `envserver.tools.calling`, where tools import them; and
-the visible part of a model's text."""
+"""Runs a model's tool calls: the names of `envserver.tools.calling`, where tools import them; how
+the tools here are described; the visible part of a model's text."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 from envserver.tools.calling import (
     CUT_MARKER,
@@ -40,6 +43,8 @@ __all__ = [
     "refused",
     "run_tool_call",
     "toolbox",
+    "described",
+    "integer",
     "use_tool",
     "visible_text",
 ]
@@ -54,3 +59,23 @@ def visible_text(text: str) -> str | None:
     if "<think>" in after:
         return None
     return after if closed else text
+
+
+def described(
+    name: str, text: str, properties: dict[str, Any], required: Iterable[str] = ()
+) -> dict[str, Any]:
+    """A tool in OpenAI's shape; arguments without a name in `properties` are refused."""
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+    }
+    parameters["additionalProperties"] = False
+    function = {"name": name, "description": text, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def integer(description: str, minimum: int = 1, maximum: int | None = None) -> dict[str, Any]:
+    """The JSON schema of an argument."""
+    most = {} if maximum is None else {"maximum": maximum}
+    return {"type": "integer", "minimum": minimum, **most, "description": description}

@@ -44,7 +44,6 @@ FINAL: the answer
 
 THOUGHT:, TOOL_CALL: and FINAL: stand at the start of a line. After TOOL_CALL: comes one JSON object
 and nothing else; its result is in my next message. FINAL: ends the task."""
-"""The instructions on the format for the model."""
 
 _ERRORS: dict[ErrorCode, str] = {
     "empty": "The message says nothing.",
@@ -64,10 +63,7 @@ _DECODER = StrictDecoder()
 class Part:
     """One part of a message.
 
-    Args:
-        text: of a thought or the final answer; the JSON source of a call; the subject of an error.
-        tool, args: of a call.
-        code: of an error.
+    `text`: of a thought or the final answer; the JSON source of a call; the subject of an error.
     """
 
     type: PartType
@@ -106,7 +102,7 @@ def _parts(text: str) -> list[Part]:
 
 
 def _call(text: str, position: int) -> list[Part]:
-    """Returns the call whose marker ends at `position`, and the error in it or after it."""
+    """The call whose marker ends at `position`, and the error in it or after it."""
     opening = _OPENING.match(text, position)
     start = opening.end() if opening else position
     try:
@@ -310,14 +306,11 @@ def trace(
     started: float,
     ended: float | None = None,
 ) -> dict[str, Any]:
-    """Returns the trace of `run`.
+    """The trace of `run`.
 
-    Args:
-        scenario: a short name of the task.
-        label: the label of the prompt.
-        number: the run's number among those of the same model and label.
-        prompt: the task as sent to the model.
-        started, ended: `time.time()`; unset: now.
+    `scenario`: a short name of the task. `label`: of the prompt. `number`: the run's among those of
+    the same model and label. `prompt`: the task as sent to the model. `started`, `ended`:
+    `time.time()`; unset: now.
     """
     begin = datetime.fromtimestamp(started, UTC)
     seconds = (time.time() if ended is None else ended) - started
@@ -341,7 +334,7 @@ def trace(
 
 
 def trace_path(trace: dict[str, Any], number: int) -> str:
-    """Returns the trace's path below the folder of all traces."""
+    """The trace's path below the folder of all traces."""
     return f"{_name(trace['model']['name'])}/{_name(trace['label'])}/run_{number:03d}.json"
 
 

@@ -12,14 +12,16 @@ import json
 import signal
 import zlib
 from collections.abc import Iterable
+from functools import partial
 from importlib import resources
 from typing import Any
 
 from envserver import ExecResult, InputError, Sandbox, SandboxLimits
 
-from .calling import Tool, ToolError, toolbox
+from .calling import Tool, ToolError, described, integer, toolbox
 
 _PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
+_FILE = {**_PATH, "description": "Path of the file, below /work."}
 _CONTENT = {"type": "string", "maxLength": 1_000_000}
 _CODE = {"type": "string", "minLength": 1, "maxLength": 100_000}
 
@@ -27,25 +29,16 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "read_file": (
         "Reads lines of a text file, numbered.",
         {
-            "path": {**_PATH, "description": "Path of the file, below /work."},
-            "start": {
-                "type": "integer",
-                "minimum": 1,
-                "description": "First line; default 1.",
-            },
-            "lines": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": 2000,
-                "description": "How many lines; default 200.",
-            },
+            "path": _FILE,
+            "start": integer("First line; default 1."),
+            "lines": integer("How many lines; default 200.", maximum=2000),
         },
         ["path"],
     ),
     "write_file": (
         "Makes a file or replaces all that is in it. Missing directories are made.",
         {
-            "path": {**_PATH, "description": "Path of the file, below /work."},
+            "path": _FILE,
             "content": {**_CONTENT, "description": "Everything that the file shall hold."},
         },
         ["path", "content"],
@@ -53,7 +46,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "append_file": (
         "Adds text at the end of a file, which is made if it does not exist.",
         {
-            "path": {**_PATH, "description": "Path of the file, below /work."},
+            "path": _FILE,
             "content": {**_CONTENT, "description": "The text to add, as it is."},
         },
         ["path", "content"],
@@ -61,7 +54,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "edit": (
         "Replaces a piece of a file. The piece must occur exactly once in it.",
         {
-            "path": {**_PATH, "description": "Path of the file, below /work."},
+            "path": _FILE,
             "old": {
                 **_CONTENT,
                 "minLength": 1,
@@ -75,12 +68,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         "Lists a directory: names, kinds and sizes.",
         {
             "path": {**_PATH, "description": "Path of the directory; default /work."},
-            "depth": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": 5,
-                "description": "How many levels; default 1.",
-            },
+            "depth": integer("How many levels; default 1.", maximum=5),
         },
         [],
     ),
@@ -94,12 +82,7 @@ _TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
                 "maxLength": 200,
                 "description": "Only files of such names, as *.py or src/**/*.py; default all.",
             },
-            "max": {
-                "type": "integer",
-                "minimum": 1,
-                "maximum": 500,
-                "description": "Most lines to show; default 100.",
-            },
+            "max": integer("Most lines to show; default 100.", maximum=500),
         },
         ["pattern"],
     ),
@@ -141,28 +124,11 @@ _TIMED = ("run_cmd", "bash", "python")
 
 def description(name: str, command_seconds: int) -> dict[str, Any]:
     """The tool `name` in OpenAI's shape; commands may ask for up to `command_seconds`."""
-    words, properties, required = _TOOLS[name]
+    text, properties, required = _TOOLS[name]
     if name in _TIMED:
-        timeout = {
-            "type": "integer",
-            "minimum": 1,
-            "maximum": command_seconds,
-            "description": f"Seconds until it is killed; default {command_seconds}.",
-        }
-        properties = {**properties, "timeout": timeout}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": words,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": required,
-                "additionalProperties": False,
-            },
-        },
-    }
+        timeout = f"Seconds until it is killed; default {command_seconds}."
+        properties = {**properties, "timeout": integer(timeout, maximum=command_seconds)}
+    return described(name, text, properties, required)
 
 
 PRELOAD = ("envserver_tools.inside",)
@@ -171,7 +137,7 @@ MAX_CHARACTERS = 24_000
 MAX_PATCH_BYTES = 1 << 20
 _SHOWN_PATCH_BYTES = 16_000
 _MAX_ANSWER_BYTES = 4 << 20
-_MODULES = ("files", "commands", "patches", "")
+_MODULES = ("files", "patches", "")
 """Modules of envserver_tools.inside, each after those it imports."""
 
 
@@ -183,17 +149,17 @@ def sandbox_tools(
     repository: str = ".",
     base: str = "HEAD",
 ) -> dict[str, Tool]:
-    """Returns the tools by name, bound to `sandbox`; all are asynchronous.
+    """The tools by name, bound to `sandbox`; all are asynchronous.
 
     Args:
         names: unset: all of them (`NAMES`).
         command_seconds: time limit of a command or a Python program; the sandbox's own limits
-        apply, too.
+            apply, too.
         repository: the directory of `git_diff`.
         base: the commit to compare with: a full id, or HEAD.
     """
     bound = _Bound(sandbox, command_seconds, repository, base)
-    functions = {name: getattr(bound, name) for name in NAMES}
+    functions = {name: getattr(bound, name, partial(bound.text, name)) for name in NAMES}
     wanted = NAMES if names is None else tuple(names)
     unknown = [name for name in wanted if name not in functions]
     if unknown:
@@ -217,10 +183,8 @@ async def read_patch(
 
     New files are included, except those that .gitignore names, temporary files of programs (byte
     code), repositories in the repository, and files over `max_bytes`. Renamed files are deleted and
-    created. Nothing planted in the repository has any influence.
-
-    Raises:
-        ToolError: there is no repository or no such commit, or the patch is longer.
+    created. Nothing planted in the repository has any influence. Raises ToolError: there is no
+    repository or no such commit, or the patch is longer.
     """
     return (await _patch(sandbox, repository, base, max_bytes))[0]
 
@@ -244,29 +208,9 @@ async def _patch(
 
 
 class _Bound:
-    """The tools' functions; their descriptions are in `schemas`."""
-
     def __init__(self, sandbox: Sandbox, seconds: int, repository: str, base: str) -> None:
         self._sandbox, self._seconds = sandbox, seconds
         self._repository, self._base = repository, base
-
-    async def read_file(self, **arguments: Any) -> str:
-        return await self._text("read_file", arguments)
-
-    async def write_file(self, **arguments: Any) -> str:
-        return await self._text("write_file", arguments)
-
-    async def append_file(self, **arguments: Any) -> str:
-        return await self._text("append_file", arguments)
-
-    async def edit(self, **arguments: Any) -> str:
-        return await self._text("edit", arguments)
-
-    async def list_dir(self, **arguments: Any) -> str:
-        return await self._text("list_dir", arguments)
-
-    async def grep(self, **arguments: Any) -> str:
-        return await self._text("grep", arguments)
 
     async def run_cmd(self, cmd: list[str], timeout: float | None = None) -> str:
         request = _request("run_command", argv=cmd, seconds=timeout or self._seconds)
@@ -294,7 +238,7 @@ class _Bound:
             text += f"[left out: {', '.join(left_out[:20])}{' ...' * (len(left_out) > 20)}]\n"
         return text or "[nothing has changed]"
 
-    async def _text(self, tool: str, arguments: dict[str, Any]) -> str:
+    async def text(self, tool: str, **arguments: Any) -> str:
         return str((await _ask(self._sandbox, tool, **arguments)).get("text"))
 
 
@@ -306,7 +250,7 @@ _PYTHON = (
 
 
 def _only_seconds(seconds: float) -> SandboxLimits:
-    """Limits only the time; the sandbox's own limits hold for the rest."""
+    """The sandbox's own limits hold for the rest."""
     most = 2**31
     return SandboxLimits(
         wall_seconds=seconds,
@@ -342,7 +286,7 @@ def _request(tool: str, **arguments: Any) -> bytes:
 
 
 def _decoded(result: ExecResult) -> dict[str, Any] | None:
-    """Decodes the answer; None if there is none. The model's program may have forged it."""
+    """None: there is no answer. The model's program may have forged it."""
     if not result.ok:
         return None
     try:
@@ -358,7 +302,7 @@ def _decoded(result: ExecResult) -> dict[str, Any] | None:
 
 
 def _said(result: ExecResult) -> str:
-    """Returns how a command ended, and its output; the head comes through standard error."""
+    """How a command ended, and its output; the head comes through standard error."""
     answer = _decoded(result)
     if answer is None:
         rest = "\n[what it said after that is lost]" * (len(result.stderr) >= _HEAD_BYTES)
@@ -409,8 +353,8 @@ def _joined(head: bytes, cut: int, tail: bytes) -> str:
 
 
 def _program() -> str:
-    """Returns what runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in
-    the workspace.
+    """What runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in the
+    workspace.
     """
     folder = resources.files("envserver_tools.inside")
     sources = {

@@ -1,12 +1,9 @@
 """Atropos: a client for trainers that speaks the Atropos wire and returns typed rows.
 
-In: any server that speaks that wire (`envserver serve`, or atroposlib's). Out: the batches of
-`envserver_clients.records`, as from the native client. For Atropos trainers that want typed rows;
-an unchanged Atropos trainer does not need this and uses the same addresses.
-
-What the wire does not carry is unknown here: `policy_version` of every group is -1, and group ids
-are numbers. With `acknowledged` an envserver redelivers batches that were not acknowledged;
-otherwise fetching a batch acknowledges it.
+It works with any server that speaks that wire (`envserver serve`, or atroposlib's); an unchanged
+Atropos trainer does not need it. What the wire does not carry is unknown: `policy_version` is -1,
+and group ids are numbers. With `acknowledged` an envserver redelivers batches that were not
+acknowledged; otherwise fetching a batch acknowledges it.
 """
 
 from __future__ import annotations
@@ -103,7 +100,6 @@ class AtroposTrainerClient:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections."""
         self._http.close()
 
     def register(self) -> None:
@@ -112,6 +108,7 @@ class AtroposTrainerClient:
 
     def lease(self, *, wait_seconds: float = 0.0) -> Batch | None:
         """Returns the next batch, or None if there is none within `wait_seconds`.
+
         Raises ConflictError: no trainer is registered: the server was reset.
         """
         deadline = time.monotonic() + wait_seconds
@@ -134,8 +131,7 @@ class AtroposTrainerClient:
     def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
         """Acknowledges a batch; without effect where fetching already acknowledged it.
 
-        Args:
-            checkpoint: ignored, because the wire cannot carry it; the native client can.
+        The wire cannot carry `checkpoint`; the native client can.
         """
         lease_id = batch.lease_id if isinstance(batch, Batch) else batch
         if lease_id:

@@ -1,12 +1,10 @@
 """Orders complete groups, and splits trajectories into the prompts and completions of trainers.
 
-In: tasks; the training sequences of a trajectory. Out: trajectories in the order of the tasks; for
-each sequence, the tokens before its first trained token and those from there on. Invariants:
-prompt and completion together are the sequence's tokens (nothing is tokenised again); mask,
-logprobs and versions have the completion's length, and logprobs are 0 where the mask is. A rollout
-lost without the model's fault never becomes a reward of 0: its whole group is ordered again, so
-that rollouts that are compared ran together. Rows of another temperature than the trainer's are
-refused: it would learn from wrong ratios and show nothing.
+Invariants: prompt and completion together are the sequence's tokens (nothing is tokenised again);
+logprobs are 0 where the mask is. A rollout lost without the model's fault never becomes a reward of
+0: its whole group is ordered again, so that rollouts that are compared ran together. Rows of
+another temperature than the trainer's are refused: it would learn from wrong ratios and show
+nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +25,12 @@ _MOST_TASKS: Final = 1024
 
 @dataclass(frozen=True)
 class Completion:
-    """One sequence, split before its first trained token.
+    """One sequence, split before its first trained token; all lists but `images` are per token.
 
     Args:
-        prompt_ids, completion_ids: tokens as the engine received and sampled them.
-        mask: per completion token: 1: sampled by the policy and trained, 0: context (the answers of
-            tools and users in between).
-        logprobs: per completion token; 0.0 where mask is 0.
-        versions: per completion token: the policy version that sampled it, -1 for context.
-        calls: per completion token: the call that sampled it, -1 for context.
-        agent: name of its agent, None if there is only one.
+        mask: 1: sampled by the policy and trained, 0: context (the answers of tools and users).
+        logprobs: 0.0 where mask is 0.
+        versions, calls: the policy version and the call that sampled it, -1 for context.
         images: those among all the tokens, in order; their places count from the prompt's begin.
         experts: [N, layers, experts per token], that the engine routed the first N tokens to: all
             tokens but the last. None: not recorded.
@@ -54,15 +48,10 @@ class Completion:
 
 
 def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | None:
-    """Splits `sequence`; returns None if none of its tokens is trained.
+    """Splits `sequence`; None if none of its tokens is trained. Tokens after the last trained one
+    are left out: they teach nothing.
 
-    Tokens after the last trained one are left out: they teach nothing.
-
-    Args:
-        images: bytes by SHA-256, see `Trajectory.images`.
-
-    Raises:
-        InputError: the bytes of an image are missing, or routed experts do not fit.
+    Raises InputError: the bytes of an image are missing, or routed experts do not fit.
     """
     trained = np.flatnonzero(sequence.mask)
     if not trained.size:
@@ -89,20 +78,14 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
 
 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
-    """Splits a trajectory's sequences, in order: one, unless the agent changed its history.
-
-    Raises:
-        InputError: the bytes of an image are missing.
-    """
+    """Splits a trajectory's sequences, in order: one, unless the agent changed its history."""
     found = (completion_of(sequence, trajectory.images) for sequence in trajectory.sequences)
     return [one for one in found if one is not None]
 
 
 def check_text_only(completion: Completion, trainer: str) -> Completion:
-    """Returns the completion, which `trainer` gets without images.
-
-    Raises:
-        InputError: it has images: without them its tokens would mean something else.
+    """Returns the completion. Raises InputError: it has images, without which its tokens would mean
+    something else.
     """
     if completion.images:
         raise InputError(
@@ -116,12 +99,8 @@ def check_text_only(completion: Completion, trainer: str) -> Completion:
 def check_spans(spans: Iterable[SamplingSpan], temperature: float | None, setting: str) -> None:
     """Checks how rows were sampled; rows of older servers do not say it, and have no spans.
 
-    Args:
-        temperature: the trainer's; None: it takes that of each token.
-        setting: the trainer's name for it, for the error.
-
-    Raises:
-        InputError: the trainer would compute another distribution than the sampled one.
+    `temperature`: the trainer's; None: it takes that of each token. `setting`: its name, for the
+    error. Raises InputError: the trainer would compute another distribution than the sampled one.
     """
     for span in spans:
         if span.altered:
@@ -151,7 +130,6 @@ def check_spans(spans: Iterable[SamplingSpan], temperature: float | None, settin
 def check_trajectories(
     trajectories: Iterable[Trajectory | None], temperature: float | None, setting: str
 ) -> None:
-    """Checks the rows of trajectories; see `check_spans`."""
     for one in trajectories:
         for row in one.sequences if one is not None else ():
             check_spans(row.sampling, temperature, setting)
@@ -164,7 +142,7 @@ class RolloutsLost(EnvserverError):
 
 
 class Rollouts(Protocol):
-    """The part of `envserver_clients.http.EnvClient` that is needed here."""
+    """What is needed of an `EnvClient`."""
 
     async def rollouts(
         self,
@@ -179,12 +157,7 @@ class Rollouts(Protocol):
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """An order of complete groups.
-
-    Args:
-        group_size: rollouts of each task.
-        split: None: the one that the server serves.
-    """
+    """`group_size` rollouts of each task. `split`: None: the one that the server serves."""
 
     environment: str
     task_ids: list[str]
@@ -195,14 +168,9 @@ class GroupOrder:
 async def complete_groups(
     client: Rollouts, wish: GroupOrder, *, tries: int = 3, timeout_seconds: float = 3600.0
 ) -> list[list[Trajectory]]:
-    """Returns a complete group for each task, in the order of the tasks.
+    """Returns a complete group for each task, in order; each is ordered up to `tries` times.
 
-    Args:
-        tries: how often a group is ordered.
-        timeout_seconds: time limit of each try.
-
-    Raises:
-        RolloutsLost: groups are incomplete after all tries.
+    Raises RolloutsLost: groups are incomplete after all tries.
     """
     found: list[list[Trajectory]] = [[] for _ in wish.task_ids]
     lacking = list(range(len(wish.task_ids)))
@@ -229,17 +197,14 @@ async def complete_groups(
 
 
 def is_trainable(trajectory: Trajectory) -> bool:
-    """Returns whether it has a reward and at least one trained token."""
     return trajectory.score.reward is not None and any(
         sequence.mask.any() for sequence in trajectory.sequences
     )
 
 
 def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> list[Completion]:
-    """Returns the rows of one of several agents: rewards of different agents must not be compared.
-
-    Args:
-        agent: its name; None: the first that has a trained token.
+    """The rows of one of several agents; None: the first that has a trained token. Rewards of
+    different agents must not be compared.
     """
     found = completions_of(trajectory)
     chosen = agent if agent is not None else next((one.agent for one in found), None)
@@ -247,13 +212,9 @@ def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> li
 
 
 def main_completion(trajectory: Trajectory, agent: str | None = None) -> Completion:
-    """Returns the row with the most trained tokens (of equal ones the last).
+    """The row with the most trained tokens (of equal ones the last).
 
-    Args:
-        agent: see `completions_of_agent`.
-
-    Raises:
-        InputError: no token of the trajectory is trained.
+    Raises InputError: no token of the trajectory is trained.
     """
     found = completions_of_agent(trajectory, agent)
     if not found:
@@ -267,14 +228,11 @@ def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
 
 
 def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
-    """Returns the logprobs, 0.0 where `mask` is 0."""
     return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
 
 
 def reward_of(trajectory: Trajectory, agent: str | None) -> float:
-    """Returns the reward of the rows of `agent` (None: the only agent).
-    Raises InputError: the trajectory does not have one.
-    """
+    """Raises InputError: the trajectory has no reward for `agent` (None: the only one)."""
     reward = trajectory.score.of_agent(agent)
     if reward is None:
         raise InputError(f"Rollout {trajectory.rollout_id} has no reward.", place="reward")
@@ -282,21 +240,16 @@ def reward_of(trajectory: Trajectory, agent: str | None) -> float:
 
 
 def turn_rewards(trajectory: Trajectory, row: Completion) -> dict[int, float]:
-    """Returns the rewards of the turns of a row, by the place of the last trained token of each."""
+    """The rewards of the turns of a row, by the place of the last trained token of each."""
     by_call = trajectory.score.call_rewards(row.agent)
     ends = {call: place for place, call in enumerate(row.calls) if row.mask[place]}
     return {place: by_call[call] for call, place in ends.items() if call in by_call}
 
 
 def named(columns: dict[str, Any], environment: str | None, where: str) -> tuple[str, str]:
-    """Returns the environment and the task id that the `columns` of a trainer's row name.
+    """The environment (by default `environment`) and the task id that a trainer's row names.
 
-    Args:
-        environment: default if they do not name one.
-        where: the place of the columns, for the error.
-
-    Raises:
-        InputError: the task id or the environment is missing.
+    `where`: the place of the columns, for the InputError.
     """
     found = columns.get("environment") or environment
     task_id = columns.get("task_id")

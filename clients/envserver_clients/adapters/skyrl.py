@@ -66,11 +66,7 @@ class Output(TypedDict):
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """Tasks that need the same number of rollouts.
-
-    Args:
-        places: for each task, the input rows that its rollouts are for.
-    """
+    """Tasks that need the same number of rollouts; `places`: the input rows of each task."""
 
     wish: GroupOrder
     places: list[list[int]]
@@ -157,9 +153,7 @@ class EnvserverGenerator:
 
 
 def task_groups_of(input_batch: Mapping[str, Any], split: Split | None) -> list[TaskGroup]:
-    """Groups the input's rows, one rollout each: rows of the same task and the same instance
-    (SkyRL's repetitions) are a group.
-    """
+    """Groups the input's rows, one rollout each, by task and instance (SkyRL's repetitions)."""
     extras = input_batch.get("env_extras") or [{}] * len(input_batch["prompts"])
     identities = input_batch.get("trajectory_ids") or [None] * len(extras)
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
@@ -189,13 +183,8 @@ def output_of(
 ) -> Output:
     """Converts trajectories to SkyRL's output.
 
-    Args:
-        identities: SkyRL's `TrajectoryID` of each trajectory.
-        agent: see `completions_of_agent`.
-        processor: the model's image processor.
-
-    Raises:
-        InputError: a trajectory has no trained token or no reward, or images that SkyRL cannot get.
+    `identities`: SkyRL's `TrajectoryID`s. Raises InputError: a trajectory has no trained token or
+    no reward, or images that SkyRL cannot get.
     """
     rows = [
         (place, row)
@@ -243,7 +232,7 @@ def _opened_processor(source: str) -> Any:
 def _pixels(
     rows: Sequence[Completion], processor: Any
 ) -> tuple[list[Any], list[Any]] | tuple[None, None]:
-    """Returns a tensor of pixels and one of grids for each row; None where no row has images."""
+    """Tensors of pixels and of grids for each row; None where no row has images."""
     if not any(row.images for row in rows):
         return None, None
     if processor is None or not all(row.images for row in rows):
@@ -266,8 +255,8 @@ def _pixels(
 
 
 def _experts(rows: Sequence[Completion]) -> list[Any] | None:
-    """Returns routed experts of all tokens of each row, as SkyRL's generator does: zeros for the
-    last token, which its engine never computed; None: not recorded.
+    """Routed experts of all tokens of each row, as SkyRL's generator has them: zeros for the last
+    token, which its engine never computed.
     """
     found = [row.experts for row in rows if row.experts is not None]
     if not found:
@@ -282,11 +271,9 @@ def _experts(rows: Sequence[Completion]) -> list[Any] | None:
 
 
 def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> list[float]:
-    """Returns a reward for each token of a row; over the rows of the trajectory they add up to its
-    reward.
+    """The rewards of a row's tokens; over the rows of the trajectory they add up to its reward.
 
-    Args:
-        ends: whether it is the trajectory's last row, which has the outcome.
+    `ends`: it is the last row, which has the outcome.
     """
     found = [0.0] * len(row.mask)
     for place, reward in turn_rewards(trajectory, row).items():

@@ -113,7 +113,6 @@ def _server_of(args: Any) -> str:
 
 
 def samples_of(trajectory: Trajectory, sample: Any) -> list[Any]:
-    """Returns copies of `sample`, one for each row of the trajectory with trained tokens."""
     rows = [check_text_only(row, "slime") for row in completions_of(trajectory)]
     return [_filled(copy.copy(sample), trajectory, row, siblings=len(rows) > 1) for row in rows]
 
@@ -140,7 +139,7 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
 
 
 def _last_words(trajectory: Trajectory) -> str:
-    """Returns the text of the last answer for slime's logs; training uses `tokens`."""
+    """For slime's logs; training uses `tokens`."""
     said = (
         one.get("content") for one in reversed(trajectory.messages) if one["role"] == "assistant"
     )

@@ -23,12 +23,7 @@ from envserver_clients.sync import SyncEnvClient
 def task_rows(
     client: SyncEnvClient, environment: str, split: Split | None = None, limit: int = 1000
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each task.
-
-    Args:
-        split: None: the one that the server serves.
-        limit: maximum number of tasks.
-    """
+    """Yields a row for each of at most `limit` tasks; `split` None: the one the server serves."""
     for index, task in enumerate(client.tasks(environment, split=split, limit=limit)):
         named = {"task_id": task.task_id, "environment": environment}
         if split is not None:
@@ -44,7 +39,6 @@ def task_rows(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("url", help="the server's address")
     parser.add_argument("environment")

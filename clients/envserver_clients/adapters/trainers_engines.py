@@ -34,11 +34,8 @@ _ROUGH_TOLERANCE: Final = 0.2
 
 
 class Versions:
-    """Maps a trainer's steps to policy versions, which continue after the last published one if the
-    trainer restarts from an older checkpoint.
-
-    Args:
-        published: the server's version, -1: none.
+    """Maps a trainer's steps to policy versions, which continue after the last `published` one (-1:
+    none) if the trainer restarts from an older checkpoint.
     """
 
     def __init__(self, published: int) -> None:
@@ -54,7 +51,6 @@ class Versions:
 
 def saver(trainer: Any) -> Callable[[Path], None]:
     """Returns a function that saves the trainer's model (with PEFT: the adapter) as safetensors.
-
     Call it on all ranks, because the weights may be distributed.
     """
     state = trainer.accelerator.get_state_dict(trainer.model)
@@ -93,9 +89,7 @@ class TrainersEngines:
     it works from any event loop.
 
     Args:
-        url: the server's address.
-        in_flight: what a pause does with running calls: "drain" (they end first), "keep" (they
-            continue with the new weights), "abort" (they are repeated afterwards).
+        in_flight: what a pause does with running calls, as for `EnvClient.pause_calls`.
         counts_on: the trainer's versions begin anew when it is restarted, and nothing of it reads
             the server's: then those of the server go on after the last published one.
         timeout_seconds: how long a pause waits for running calls, and a registration for the check

@@ -146,8 +146,8 @@ class EnvserverRolloutWorker:
             self._ack(lease_id)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Checks that samples can arrive.
-        Raises WorkerFailed: the worker ended by an error, or the server is silent for too long.
+        """Raises WorkerFailed: the worker ended by an error, or the server is silent for too
+        long.
         """
         if self._error is not None:
             raise WorkerFailed(f"No more rollouts: {self._error}") from self._error
@@ -205,7 +205,6 @@ class EnvserverRolloutWorker:
         )
 
     def _offer(self, batch: Batch) -> None:
-        """Puts all samples of a batch on the queue; waits while it is full."""
         samples = [sample for group in batch.groups for sample in self._samples(group)]
         self._held.add(batch.lease_id, len(samples))
         for sample in samples:
@@ -247,8 +246,7 @@ def samples_of(
         model_version: used for rows whose policy version is unknown.
         base: the server's policy version for the trainer's version 0.
 
-    Raises:
-        InputError: a row has images.
+    Raises InputError: a row has images.
     """
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -318,7 +316,7 @@ class _Held:
                 self._taken[-1].append(lease_id)
 
     def learned(self) -> list[str]:
-        """Returns, at a weight update, the leases that the trainer has learned from by now."""
+        """The leases, at a weight update, that the trainer has learned from by now."""
         with self._lock:
             self._taken.append([])
             if len(self._taken) <= _UPDATES_UNTIL_LEARNED:
@@ -326,7 +324,7 @@ class _Held:
             return self._taken.popleft()
 
     def taken(self) -> list[str]:
-        """Returns, at the end, the leases that the trainer took completely, oldest first."""
+        """The leases, at the end, that the trainer took completely, oldest first."""
         with self._lock:
             return [lease_id for leases in self._taken for lease_id in leases]
 
@@ -363,10 +361,10 @@ class _Transfer:
         self._sent = 0
 
     def init_weight_transfer(self) -> None:
-        """Does nothing: there is nothing to set up."""
+        """Nothing to set up."""
 
     def pause(self) -> None:
-        """Does nothing: `send_weights` pauses the server's calls itself."""
+        """`send_weights` pauses the server's calls itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
         self._sent += 1
@@ -385,8 +383,6 @@ class _Transfer:
 
         self._weights.publish(self._worker.published(self._sent), save, None)
 
-    def resume(self) -> None:
-        """Does nothing, see `pause`."""
+    def resume(self) -> None: ...
 
-    def destroy(self) -> None:
-        """Does nothing: there is nothing to release."""
+    def destroy(self) -> None: ...

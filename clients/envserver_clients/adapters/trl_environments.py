@@ -42,7 +42,7 @@ _MOST_TASKS: Final = 100_000
 
 @dataclass(frozen=True)
 class ToolUse:
-    """One valid call of a tool."""
+    """A valid call of a tool."""
 
     tool: str
     arguments: dict[str, Any]
@@ -88,7 +88,6 @@ class TrlEnvironment:
         return None if score.error is not None else score.reward
 
     def _use(self, tools: Tools, name: str, arguments: dict[str, Any]) -> str:
-        """Calls a tool; returns its result as text."""
         given = {key: value for key, value in arguments.items() if value is not None}
         try:
             tool, valid = checked_arguments(tools, name, given)

@@ -27,14 +27,11 @@ class TaskName:
     task_id: str
 
     def prompt(self) -> str:
-        """The task's name as a prompt."""
         return f"{self.environment}/{self.split}:{self.task_id}"
 
 
 def task_of(prompt: Any) -> TaskName:
-    """Parses a prompt: a text, or messages whose last one is that text.
-    Raises InputError: it does not name a task.
-    """
+    """Parses a prompt: a text, or messages whose last one is that text. Raises InputError."""
     text = prompt[-1].get("content") if isinstance(prompt, list) and prompt else prompt
     named = _NAMED.fullmatch(text) if isinstance(text, str) else None
     if named is None:
@@ -54,7 +51,8 @@ def task_prompts(
     limit: int = 1000,
     token: str | None = None,
 ) -> list[dict[str, str]]:
-    """Returns the first tasks of a split as rows: `Dataset.from_list(task_prompts(...))`.
+    """The first tasks of a split as rows: `Dataset.from_list(task_prompts(...))`.
+
     Raises NotFoundError: the server does not have the environment.
     """
     with SyncEnvClient(server_url, run=None, token=token) as client:

@@ -87,7 +87,6 @@ class EnvserverRollouts:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections."""
         if self._client is not None:
             self._client.__exit__(None, None, None)
             self._client = None
@@ -148,7 +147,7 @@ class EnvserverRollouts:
     def _all_rows(
         self, tasks: Sequence[TaskName], group_size: int, temperature: float
     ) -> list[TrlRow] | EnvserverError:
-        """Returns the rows of all ranks, or an error for all: else the other ranks would wait."""
+        """The rows of all ranks, or an error for all: else the other ranks would wait."""
         try:
             made = self._trajectories(tasks, group_size)
             check_trajectories(made, temperature, "GRPOConfig(temperature=...)")
@@ -182,7 +181,7 @@ class EnvserverRollouts:
 
 
 def grouped(tasks: Sequence[TaskName], group_size: int) -> list[tuple[int, int]]:
-    """Returns (start, rows) of each group: adjacent rows of the same task, at most `group_size`."""
+    """(start, rows) of each group: adjacent rows of the same task, at most `group_size`."""
     groups: list[tuple[int, int]] = []
     for index, task in enumerate(tasks):
         if groups and tasks[groups[-1][0]] == task and groups[-1][1] < group_size:
@@ -207,14 +206,7 @@ class TrlRow:
 
 
 def rows_of(trajectories: Sequence[Trajectory | None], agent: str | None = None) -> list[TrlRow]:
-    """Returns a row for each trajectory, in order.
-
-    Args:
-        agent: see `completions_of_agent`.
-
-    Raises:
-        RolloutsLost: all are lost.
-    """
+    """A row for each trajectory, in order. Raises RolloutsLost: all are lost."""
     found = [None if one is None else _row(one, agent) for one in trajectories]
     made = next((row for row in found if row is not None), None)
     if made is None:

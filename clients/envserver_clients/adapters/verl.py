@@ -137,8 +137,7 @@ class EnvserverLoop:
 
 @functools.cache
 def with_token_rewards(output: type[Any]) -> type[Any]:
-    """Returns verl's `AgentLoopOutput` with `token_rewards`, which are its `rm_scores` where a
-    TransferQueue asks for them."""
+    """Adds `token_rewards` to verl's `AgentLoopOutput`: its `rm_scores` for a TransferQueue."""
 
     class Output(output):  # type: ignore[misc]
         token_rewards: list[float] | None = None
@@ -163,14 +162,9 @@ def outputs_of(
 ) -> list[dict[str, Any]]:
     """Returns the fields of an `AgentLoopOutput` for each row.
 
-    Args:
-        prompt_length: maximum number of tokens; a longer prompt is an error, because cutting it
-            would change what the model saw.
-        response_length: maximum number of tokens; longer responses are cut, as in verl's loops.
-        agent: see `completions_of_agent`.
-
-    Raises:
-        InputError: a prompt is too long, or the trajectory has no trained token or no reward.
+    A prompt longer than `prompt_length` is an error, because cutting it would change what the model
+    saw; longer responses are cut, as in verl's loops. Raises InputError: a prompt is too long, or
+    the trajectory has no trained token or no reward.
     """
     if rows == "all":
         taken = completions_of_agent(trajectory, agent)
@@ -223,7 +217,7 @@ def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, A
 
 
 def _within(row: Completion, length: int) -> tuple[int, list[Any]]:
-    """Returns how much of a response of at most `length` tokens has its images whole, and these."""
+    """How much of a response of at most `length` tokens has its images whole, and these images."""
     begin = len(row.prompt_ids)
     for place, image in enumerate(row.images):
         if image.offset + image.length > begin + length:
@@ -234,7 +228,7 @@ def _within(row: Completion, length: int) -> tuple[int, list[Any]]:
 
 
 def _token_rewards(reward: float, turns: dict[int, float], length: int) -> list[float]:
-    """Returns the reward of each token of a row; they add up to `reward`."""
+    """The reward of each token of a row; they add up to `reward`."""
     found = [turns.get(place, 0.0) for place in range(length)]
     found[-1] += reward - math.fsum(found)
     return found

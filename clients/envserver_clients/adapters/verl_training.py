@@ -19,7 +19,7 @@ from .trainers_engines import TrainersEngines
 
 
 def checkpoint_manager(engines: TrainersEngines) -> type[Any]:
-    """Returns verl's `CheckpointEngineManager`, which also tells `engines`' server."""
+    """verl's `CheckpointEngineManager`, which also tells `engines`' server."""
     from verl.checkpoint_engine import (  # type: ignore[import-not-found, unused-ignore]
         CheckpointEngineManager,
     )

@@ -1,7 +1,6 @@
 """Writes the README.md of an adapter or a model for the hub: a YAML header, then facts.
 
-What always holds: it contains nothing of this machine (folders, user names); the same training
-gives the same card.
+It contains nothing of this machine (folders, user names); the same training gives the same card.
 """
 
 from __future__ import annotations
@@ -20,15 +19,10 @@ class CardFacts:
 
     Args:
         method: sft or dpo.
-        name: the name of the result.
-        base: hub id or name of the base model.
         tool: the tool that it was trained for; None: several.
-        settings: the training's settings.
         counts: how many rows became examples, and why others were left out.
         results: the last value of each metric.
         data: sha256 of the rows.
-        versions: versions of the libraries.
-        license: the result's license; None: unspecified.
         heldout: measures of held-out rows by name: before and after the training.
     """
 
@@ -52,12 +46,11 @@ _METHODS = {
 
 
 def card_of(about: CardFacts) -> str:
-    """Returns the text of README.md."""
     return f"---\n{_header(about)}---\n\n{_body(about)}"
 
 
 def base_name(model: str, given: str | None) -> str:
-    """Returns the base model's name for the card, which is never a path."""
+    """The base model's name for the card, which is never a path."""
     return given or (Path(model).resolve().name if Path(model).exists() else model)
 
 

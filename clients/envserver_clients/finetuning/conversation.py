@@ -1,10 +1,8 @@
-"""Reads a row as a conversation, or as plain text with a completion.
+"""Reads a row as a conversation, or as plain text with a completion, or as recorded tokens.
 
-In: rows of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or with a
-`prompt` and a `completion`, or with recorded tokens. Out: `Conversation` (messages, of which the
-first ones are not trained), `Plain` or `Tokens`. Invariants: arguments of tool calls are
-objects, as chat templates need them, even if the row has them as JSON text. `calls_in` reads the
-calls that a model wrote.
+Rows are those of `envserver export --to messages` or `--to dpo`, of `envserver sft build`, or have
+a `prompt` and a `completion`. Invariant: arguments of tool calls are objects, as chat templates
+need them, even if the row has them as JSON text.
 """
 
 from __future__ import annotations
@@ -30,13 +28,7 @@ _BLOCK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """The data of one model.
-
-    Args:
-        tool: the tool of `envserver sft build`; None: rows of no single tool.
-        train: files of training rows.
-        validation: files of validation rows; may be empty.
-    """
+    """The files of one model's rows. `tool`: of `envserver sft build`; None: no single tool."""
 
     tool: str | None
     train: tuple[Path, ...]
@@ -44,7 +36,6 @@ class Part:
 
 
 def parts_of(data: Path, *, tool: str | None = None, whole: bool = False) -> list[Part]:
-    """Returns the parts of `data`, one for each model."""
     by_tool = _parts_by_tool(data) if data.is_dir() else []
     if by_tool and tool is None:
         return [_joined(by_tool)] if whole else by_tool
@@ -139,7 +130,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Row]]:
 
 
 def digest_of(paths: Sequence[Path]) -> str:
-    """Returns the sha256 of the files' contents, in order; their names do not matter."""
+    """The sha256 of the files' contents, in order; their names do not matter."""
     digest = hashlib.sha256()
     for path in paths:
         one = hashlib.sha256()
@@ -157,13 +148,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a chat.
-
-    Args:
-        messages: all messages.
-        given: number of messages at the beginning that are never trained.
-        tools: the tools offered to the model; None: none.
-    """
+    """A chat. `given`: number of messages at the beginning that are never trained."""
 
     messages: list[Message]
     given: int = 0
@@ -172,8 +157,6 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Plain:
-    """A text and its completion."""
-
     prompt: str
     completion: str
 
@@ -188,8 +171,6 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt."""
-
     chosen: Conversation
     rejected: Conversation
 
@@ -199,10 +180,8 @@ def read_row(
 ) -> Conversation | Plain | Tokens:
     """Reads a row for supervised training.
 
-    Args:
-        place: the row's place, for errors.
-        plain: decides whether a text prompt is used as it is; None: never.
-        recorded: read `tokens` and `mask` instead of messages.
+    `plain` decides whether a text prompt is used as it is; None: never. `recorded`: read `tokens`
+    and `mask` instead of messages.
     """
     if recorded:
         return _tokens(row.get("tokens"), row.get("mask"), place)
@@ -343,15 +322,13 @@ def _tools(row: Row, place: str) -> Tools | None:
 
 @dataclass(frozen=True)
 class Call:
-    """A call as the model wrote it."""
-
     name: str
     arguments: Mapping[str, Any]
 
 
 def calls_in(text: str) -> list[Call]:
-    """Returns the calls in a text, in order: JSON objects with a name and arguments, as chat
-    templates write them (`<tool_call>{...}`, a list after `[TOOL_CALLS]`, bare objects).
+    """The calls in a text, in order: JSON objects with a name and arguments, as chat templates
+    write them (`<tool_call>{...}`, a list after `[TOOL_CALLS]`, bare objects).
     """
     decoder = json.JSONDecoder()
     found: list[Call] = []
@@ -370,8 +347,9 @@ def calls_in(text: str) -> list[Call]:
 
 
 def are_valid(calls: list[Call], tools: Tools | None) -> bool:
-    """Returns whether there is a call, and all name an offered tool with arguments that fit its
-    JSON schema. Without tools, any call is valid."""
+    """Whether there is a call, and all name an offered tool with arguments that fit its JSON
+    schema. Without tools, any call is valid.
+    """
     if tools is None:
         return bool(calls)
     schemas = {one["name"]: one.get("parameters") or {} for one in map(_function, tools) if one}

@@ -1,8 +1,7 @@
 """Converts rows to a trainer's data set on disk, so that no file has to fit into memory.
 
-In: files of rows and an encoder. Out: a data set of `input_ids` and `labels`, or of pairs, and
-`ExampleCounts`. Invariants: every row is in the data set or in one of the counts; no example
-is longer than the limit, and each has trained tokens.
+Invariants: every row is in the data set or in one of the counts; no example is longer than the
+limit, and each has trained tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from envserver_records import InputError
 from jinja2 import TemplateError
@@ -26,6 +26,7 @@ from .conversation import Conversation, Message, Plain, Tokens, Tools, read_pair
 # ends the turn.
 
 Span = tuple[int, int]
+T = TypeVar("T")
 
 NOT_TRAINED = -100
 """The label of context tokens."""
@@ -33,12 +34,9 @@ NOT_TRAINED = -100
 
 @dataclass(frozen=True)
 class Encoded:
-    """One training row.
+    """One training row of T token ids; `trained`: whether the loss counts each.
 
-    Args:
-        ids: T token ids.
-        trained: T flags: whether the loss counts the token.
-        calls: the trained turns that call tools: first token, and the one after the last.
+    `calls`: the trained turns that call tools: first token, and the one after the last.
     """
 
     ids: list[int]
@@ -47,19 +45,17 @@ class Encoded:
 
     @property
     def labels(self) -> list[int]:
-        """The trained ids, `NOT_TRAINED` at other places."""
         return [
             token if kept else NOT_TRAINED
             for token, kept in zip(self.ids, self.trained, strict=True)
         ]
 
     def cut(self, length: int) -> Encoded:
-        """Returns the first `length` tokens."""
         calls = tuple(span for span in self.calls if span[1] <= length)
         return Encoded(self.ids[:length], self.trained[:length], calls)
 
     def turns(self) -> list[Span]:
-        """Returns the trained turns: first token, and the one after the last."""
+        """The trained turns: first token, and the one after the last."""
         edges = zip([False, *self.trained], [*self.trained, False], strict=True)
         places = [place for place, (before, now) in enumerate(edges) if before != now]
         return list(zip(places[::2], places[1::2], strict=True))
@@ -68,10 +64,8 @@ class Encoded:
 class Encoder:
     """Renders with the chat template of a tokenizer.
 
-    Args:
-        tokenizer: the model's tokenizer, from transformers.
-        ends: ids of tokens that end a turn, in addition to the tokenizer's.
-        last_only: train only the last turn of the assistant.
+    `ends`: ids of tokens that end a turn, in addition to the tokenizer's. `last_only`: train only
+    the last turn of the assistant.
     """
 
     def __init__(
@@ -86,16 +80,15 @@ class Encoder:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def is_rendered(self, prompt: str) -> bool:
-        """Returns whether a text is already rendered: it has special tokens, or no template."""
+        """Whether a text is already rendered: it has special tokens, or there is no template."""
         special = self._tokenizer.all_special_tokens
         return not self.has_template or any(token in prompt for token in special)
 
     def conversation(self, conversation: Conversation, place: str) -> list[Encoded]:
-        """Encodes a conversation; returns its rows in order, none if there is nothing to train."""
+        """Its rows in order; none if there is nothing to train."""
         messages = conversation.messages
         turns = [
             number
@@ -114,8 +107,7 @@ class Encoder:
         return rows
 
     def plain(self, text: Plain) -> Encoded:
-        """Encodes plain text: adds the tokenizer's begin token if the text does not have it, and an
-        end token."""
+        """Adds the tokenizer's begin token if the text does not have it, and an end token."""
         start = self._beginning(text.prompt)
         prompt = start + self._ids(text.prompt)
         both = start + self._ids(text.prompt + text.completion)
@@ -225,8 +217,6 @@ PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum tokens of a row, and what happens to longer ones."""
-
     max_length: int
     too_long: TooLong
 
@@ -236,9 +226,8 @@ class ExampleCounts:
     """How many rows became examples, and why others were left out."""
 
     rows: int = 0
-    """Rows that were read."""
     examples: int = 0
-    """Examples. A conversation whose turns do not continue each other becomes several."""
+    """A conversation whose turns do not continue each other becomes several."""
     dropped_too_long: int = 0
     """Rows left out because they are longer than the limit."""
     truncated: int = 0
@@ -252,12 +241,10 @@ class ExampleCounts:
     rendered_otherwise: int = 0
     """Turns whose prompt the chat template renders differently once they are answered."""
     tokens: int = 0
-    """Tokens of the examples."""
     tokens_trained: int = 0
     """Tokens that the loss counts."""
 
     def as_dict(self) -> dict[str, int]:
-        """Returns the counts by name."""
         return asdict(self)
 
 
@@ -270,7 +257,6 @@ def sft_examples(
     too_long: TooLong,
     prompts: Prompts = "auto",
 ) -> Iterator[Example]:
-    """Yields examples for supervised training; fills `counts`."""
     limits = Limits(max_length, too_long)
     for one, _ in encoded_rows(paths, encoder, counts, limits, prompts=prompts):
         yield {"input_ids": one.ids, "labels": one.labels}
@@ -284,13 +270,13 @@ def encoded_rows(
     *,
     prompts: Prompts = "auto",
 ) -> Iterator[tuple[Encoded, Tools | None]]:
-    """Yields training rows with the tools that were offered; otherwise like `sft_examples`."""
+    """Yields training rows with the tools that were offered; fills `counts`."""
     plain: dict[str, Callable[[str], bool]] = {
         "auto": encoder.is_rendered,
         "chat": lambda prompt: False,
         "plain": lambda prompt: True,
     }
-    fit = partial(_fit, counts=counts, max_length=limits.max_length, too_long=limits.too_long)
+    fit = partial(_fit, counts=counts, limits=limits)
     before: Any = None
     for place, row in rows_of(paths):
         counts.rows += 1
@@ -323,7 +309,7 @@ def pair_examples(
     max_length: int,
     too_long: TooLong,
 ) -> Iterator[Example]:
-    """Yields examples for preference training; fills `counts`."""
+    limits = Limits(max_length, too_long)
     for place, row in rows_of(paths):
         counts.rows += 1
         pair = read_pair(row, place)
@@ -332,7 +318,7 @@ def pair_examples(
             counts.dropped_nothing_to_train += 1
         elif any(len(one) > 1 for one in both):
             counts.dropped_not_continued += 1
-        elif fitting := _fitting(both[0][0], both[1][0], counts, max_length, too_long):
+        elif fitting := _fitting(both[0][0], both[1][0], counts, limits):
             chosen, rejected = fitting
             _count(counts, chosen, rejected)
             counts.examples += 1
@@ -345,16 +331,14 @@ def pair_examples(
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
-def _fit(
-    one: Encoded, *, counts: ExampleCounts, max_length: int, too_long: TooLong
-) -> Encoded | None:
-    """Returns the example within the limit; None if it is left out (and counted)."""
-    if len(one.ids) > max_length:
-        if too_long == "drop":
+def _fit(one: Encoded, counts: ExampleCounts, limits: Limits) -> Encoded | None:
+    """The example within the limit; None if it is left out (and counted)."""
+    if len(one.ids) > limits.max_length:
+        if limits.too_long == "drop":
             counts.dropped_too_long += 1
             return None
         counts.truncated += 1
-        one = one.cut(max_length)
+        one = one.cut(limits.max_length)
     if not any(one.trained):
         counts.dropped_nothing_to_train += 1
         return None
@@ -362,15 +346,15 @@ def _fit(
 
 
 def _fitting(
-    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, max_length: int, too_long: TooLong
+    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, limits: Limits
 ) -> tuple[Encoded, Encoded] | None:
-    """Returns both within the limit, or None; a pair is counted once."""
-    if max(len(chosen.ids), len(rejected.ids)) > max_length:
-        if too_long == "drop":
+    """Both within the limit, or None; a pair is counted once."""
+    if max(len(chosen.ids), len(rejected.ids)) > limits.max_length:
+        if limits.too_long == "drop":
             counts.dropped_too_long += 1
             return None
         counts.truncated += 1
-        chosen, rejected = chosen.cut(max_length), rejected.cut(max_length)
+        chosen, rejected = chosen.cut(limits.max_length), rejected.cut(limits.max_length)
     if not (any(chosen.trained) and any(rejected.trained)):
         counts.dropped_nothing_to_train += 1
         return None
@@ -385,7 +369,8 @@ def _count(counts: ExampleCounts, *encoded: Encoded) -> None:
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
     """Writes the examples to a file; returns them as a `datasets.Dataset`, None if there are
-    none."""
+    none.
+    """
     import pyarrow as pa
     from datasets import Dataset
 
@@ -393,18 +378,13 @@ def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> 
     count = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
-        for batch in _batches(examples):
+        for batch in batches(examples, _BATCH):
             stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             count += len(batch)
     return Dataset.from_file(str(path)) if count else None
 
 
-def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
-    batch: list[Example] = []
-    for one in examples:
-        batch.append(one)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
+def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    each = iter(items)
+    while batch := list(islice(each, size)):
         yield batch

@@ -1,8 +1,7 @@
 """Measures a model on held-out rows: perplexity, and how good its turns and tool calls are.
 
-In: files of validation rows. Out: numbers by name, which start with `heldout_`. Invariants:
-means are over trained tokens or over turns, whatever the batches; a turn's tokens are predicted
-from the ids that an engine would have had before them.
+Invariants: means are over trained tokens or over turns, whatever the batches; a turn's tokens are
+predicted from the ids that an engine would have had before them.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Final
 
 import torch
 
 from .conversation import Tools, are_valid, calls_in
-from .examples import Encoded, Span
+from .examples import Encoded, Span, batches
 
 Row = tuple[Encoded, Tools | None]
 
@@ -43,7 +41,6 @@ class _Sums:
         self.turns_right += int(right.all())
 
     def means(self) -> dict[str, float]:
-        """Returns the means by name; none without turns."""
         if not self.turns:
             return {}
         return {
@@ -65,12 +62,8 @@ class _Calls:
 class HeldOut:
     """Measures on rows.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        rows: examples with the tools that were offered; called for each measurement.
-        batch_size: rows per forward pass.
-        calls: maximum number of tool calls that the model writes.
-        half: compute in bfloat16.
+    `rows`: examples with the tools that were offered; called for each measurement. `calls`: maximum
+    number of tool calls that the model writes. `half`: compute in bfloat16.
     """
 
     tokenizer: Any
@@ -92,7 +85,7 @@ class HeldOut:
         model.eval()
         try:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=self.half):
-                for batch in _batches(self.rows(), self.batch_size):
+                for batch in batches(self.rows(), self.batch_size):
                     self._score(model, batch, device, everything, called)
                     self._write(model, batch, device, written)
         finally:
@@ -163,8 +156,3 @@ class HeldOut:
         )
         text: str = self.tokenizer.decode(ids[0, start:])
         return text
-
-
-def _batches(rows: Iterator[Row], size: int) -> Iterator[list[Row]]:
-    while batch := list(islice(rows, size)):
-        yield batch

@@ -3,9 +3,9 @@
     OUTPUT/README.md, metrics.jsonl, training.json, and the adapter or the model
     OUTPUT/.work     rows as tokens, and checkpoints; removed at the end
 
-What always holds: `kill -9` at any moment loses at most the steps since the last checkpoint, and
-the same command continues to the same weights. metrics.jsonl has one line for each step, even after
-a kill. `training.json` appears last.
+Invariants: `kill -9` at any moment loses at most the steps since the last checkpoint, and the same
+command continues to the same weights. metrics.jsonl has one line for each step, even after a kill.
+`training.json` appears last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from envserver_records import ConfigError, ConflictError, InputError
 from envserver_records.files import replace_file
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PrinterCallback,
+    TrainerCallback,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from envserver_clients.training.metrics import JsonLines, read_lines
 
@@ -45,14 +53,8 @@ def check_apart(model: Any, packed: Any, *, half: bool) -> None:
     """Compares the first packed row with its rows alone, in one forward pass each.
 
     TRL gives position ids that start again with each row, and no attention mask. transformers'
-    attention keeps rows apart by these; state spaces and linear attention may not.
-
-    Args:
-        packed: the data set of TRL's trainer, with `seq_lengths`.
-        half: computing is in bfloat16.
-
-    Raises:
-        ConfigError: the model's layers mix them.
+    attention keeps rows apart by these; state spaces and linear attention may not: ConfigError.
+    `packed`: the data set of TRL's trainer, with `seq_lengths`.
     """
     row = next((one for one in packed if len(one["seq_lengths"]) > 1), None)
     if row is None:
@@ -67,11 +69,9 @@ def check_apart(model: Any, packed: Any, *, half: bool) -> None:
 
 
 def packed_difference(model: Any, ids: Sequence[int], lengths: Sequence[int], *, half: bool) -> Any:
-    """Returns the mean absolute difference of the tokens' log-probabilities, packed and alone.
+    """The mean absolute difference of the tokens' log-probabilities, packed and alone.
 
-    Args:
-        ids: T token ids of a packed row.
-        lengths: the lengths of its rows; their sum is T.
+    `ids`: T token ids of a packed row. `lengths`: those of its rows; their sum is T.
     """
     device = next(model.parameters()).device
     tokens = torch.tensor([list(ids)], device=device)
@@ -100,13 +100,7 @@ def packed_difference(model: Any, ids: Sequence[int], lengths: Sequence[int], *,
 
 
 class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library without types
-    """Writes lines and shows the bar.
-
-    Args:
-        path: metrics.jsonl.
-        step: step of the checkpoint that the training continues from.
-        name: the training's name, shown before the bar.
-    """
+    """Writes metrics.jsonl and shows the bar, from the `step` of a checkpoint on."""
 
     def __init__(self, path: Path, step: int, name: str, console: Console) -> None:
         self._lines = JsonLines(path, step)
@@ -153,7 +147,6 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
             self._lines.write({"step": step, **measured()})
 
     def close(self) -> None:
-        """Stops the bar and leaves it visible."""
         self._bar.stop()
         self._lines.close()
 
@@ -182,13 +175,8 @@ _NOT_OF_THE_RESULT: Final = frozenset(
 class Method(Generic[S]):
     """The differences between supervised and preference training.
 
-    Args:
-        name: sft or dpo.
-        columns: the data set's columns.
-        examples: converts rows of files to examples; fills the counts.
-        trainer: creates TRL's trainer.
-        last_only: train only the last turn.
-        heldout: measures on validation rows, before and after the training.
+    `examples` fills the counts. `trainer` creates TRL's trainer. `heldout` measures on validation
+    rows, before and after the training.
     """
 
     name: str
@@ -200,23 +188,13 @@ class Method(Generic[S]):
 
 
 def prepare(settings: FinetuneSettings) -> None:
-    """Configures torch and transformers."""
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
     disable_progress_bar()  # it would show one per file for short reads
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
 
 
 class Training(Generic[S]):
-    """Trains one model on one part of the data.
-
-    Args:
-        settings: the command's settings.
-        part: the rows.
-        output: the model's folder.
-    """
+    """Trains one model on one part of the data."""
 
     def __init__(
         self, settings: S, method: Method[S], part: Part, output: Path, console: Console
@@ -234,10 +212,8 @@ class Training(Generic[S]):
     def run(self) -> None:
         """Starts or continues the training, unless it is already done.
 
-        Raises:
-            ConflictError: `output` contains another training or other files.
-            InputError: a row is wrong, or no row is left.
-            ConfigError: model and settings do not fit together.
+        Raises ConflictError: `output` contains another training or other files. InputError: a row
+        is wrong, or no row is left. ConfigError: model and settings do not fit together.
         """
         facts = self._facts()
         if self._is_done(facts):
@@ -281,7 +257,7 @@ class Training(Generic[S]):
         }
 
     def _is_done(self, facts: dict[str, Any]) -> bool:
-        """Returns whether the folder contains the result; empties it with --overwrite."""
+        """Whether the folder contains the result; empties it with --overwrite."""
         names = {path.name for path in self._output.iterdir()} if self._output.exists() else set()
         if names <= {_WORK} and not (self._work / _STARTED).exists():
             return False
@@ -313,8 +289,6 @@ class Training(Generic[S]):
         return {name: kinds[name].default for name in _NEWER if name in kinds}
 
     def _encoder(self) -> tuple[Any, Encoder]:
-        from transformers import AutoTokenizer, GenerationConfig
-
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(self._settings.model)
         except (OSError, ValueError) as error:
@@ -334,8 +308,6 @@ class Training(Generic[S]):
         return written(examples, self._method.columns, self._work / f"{name}.arrow")
 
     def _trained(self, tokenizer: Any, train: Any, validation: Any, heldout: HeldOut | None) -> Any:
-        from transformers import PrinterCallback
-
         checkpoints = self._work / "checkpoints"
         last = _last_whole(checkpoints)
         step = int(last.name.rpartition("-")[2]) if last else 0
@@ -389,7 +361,7 @@ class Training(Generic[S]):
         shutil.rmtree(self._work)
 
     def _results(self) -> dict[str, float]:
-        """Returns the last value of each number in metrics.jsonl."""
+        """The last value of each number in metrics.jsonl."""
         found: dict[str, float] = {}
         for line in read_lines(self._output / _METRICS):
             found.update(line)
@@ -400,7 +372,7 @@ class Training(Generic[S]):
         }
 
     def _heldout(self) -> dict[str, list[float]]:
-        """Returns each measure of held-out rows before and after the training."""
+        """Each measure of held-out rows before and after the training."""
         lines = [line for line in read_lines(self._output / _METRICS) if MEASURED in line]
         if not lines:
             return {}
@@ -425,8 +397,9 @@ def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _last_whole(checkpoints: Path) -> Path | None:
-    """Returns the newest complete checkpoint; removes one that a kill left incomplete. TRL writes
-    the trainer's state last."""
+    """The newest complete checkpoint; removes one that a kill left incomplete. TRL writes the
+    trainer's state last.
+    """
     found = sorted(checkpoints.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
     while found:
         try:
@@ -440,9 +413,6 @@ def _last_whole(checkpoints: Path) -> Path | None:
 
 def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, base: str) -> None:
     """Saves what engines and transformers load: the model, or only the adapter (PEFT)."""
-    import torch
-    from transformers import AutoConfig
-
     if settings.lora:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -463,9 +433,7 @@ def _save(model: Any, tokenizer: Any, folder: Path, settings: FinetuneSettings, 
 
 def _on_whole_base(base: str, adapter: Path) -> Any:
     """Loads the adapter on the base's own weights: 4-bit ones would be merged with their error."""
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return PeftModel.from_pretrained(whole, adapter)

@@ -116,7 +116,6 @@ class FinetuneSettings(BaseModel):
 
     @property
     def rate(self) -> float:
-        """The effective learning rate."""
         raise NotImplementedError
 
 
@@ -167,8 +166,6 @@ class DpoSettings(FinetuneSettings):
 def read_settings(
     kind: type[S], section: Literal["sft", "dpo"], arguments: Sequence[str] | None
 ) -> S:
-    """Reads settings from a command line and from the file of `--config`."""
-
     def chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         return _chosen(file, section, given.get("preset"))
 
@@ -196,7 +193,6 @@ _NEEDED = ("torch", "transformers", "trl", "peft", "datasets", "jsonschema")
 
 
 def check_libraries(settings: FinetuneSettings) -> None:
-    """Checks that the libraries of these commands are installed."""
     missing = [name for name in _NEEDED if not importlib.util.find_spec(name)]
     if missing:
         raise ConfigError(

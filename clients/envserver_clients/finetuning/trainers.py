@@ -1,22 +1,34 @@
 """Creates TRL's trainers for examples that are already tokenised.
 
-Invariants: the loss counts exactly the tokens that were counted as trained. TRL's own
-preparation, which would render conversations again and train everything after the prompt, is not
-used.
+Invariant: the loss counts exactly the tokens that were counted as trained. TRL's own preparation,
+which would render conversations again and train everything after the prompt, is not used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from envserver_records import ConfigError
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from .examples import NOT_TRAINED
+from .examples import (
+    NOT_TRAINED,
+    PAIR_COLUMNS,
+    SFT_COLUMNS,
+    Encoder,
+    Example,
+    ExampleCounts,
+    Limits,
+    encoded_rows,
+    pair_examples,
+    sft_examples,
+)
+from .heldout import HeldOut
+from .runs import Method
 from .settings import DpoSettings, FinetuneSettings, SftSettings
 
 
@@ -28,7 +40,6 @@ def sft_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """Creates TRL's SFTTrainer."""
     arguments = SFTConfig(
         **_arguments(settings, folder),
         # No row is longer, and TRL packs whole rows only; rows for validation stay apart.
@@ -36,15 +47,7 @@ def sft_trainer(
         packing=settings.packing,
         eval_packing=False,
     )
-    return _made(
-        SFTTrainer,
-        settings,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=train,
-        eval_dataset=validation,
-        callbacks=list(callbacks),
-    )
+    return _made(SFTTrainer, settings, arguments, tokenizer, train, validation, callbacks)
 
 
 def dpo_trainer(
@@ -55,7 +58,6 @@ def dpo_trainer(
     folder: Path,
     callbacks: Sequence[TrainerCallback],
 ) -> Any:
-    """Creates TRL's DPOTrainer; arguments as for `sft_trainer`, with pairs."""
     arguments = DPOConfig(
         **_arguments(settings, folder),
         beta=settings.beta,
@@ -65,16 +67,9 @@ def dpo_trainer(
         remove_unused_columns=False,
     )
     padding = tokenizer.pad_token_id
-    return _made(
-        _PairsTrainer,
-        settings,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=train,
-        eval_dataset=validation,
-        data_collator=PairCollator(tokenizer.eos_token_id if padding is None else padding),
-        callbacks=list(callbacks),
-    )
+    collator = PairCollator(tokenizer.eos_token_id if padding is None else padding)
+    common = (arguments, tokenizer, train, validation, callbacks)
+    return _made(_PairsTrainer, settings, *common, data_collator=collator)
 
 
 class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library without types
@@ -83,17 +78,13 @@ class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library w
 
 
 class PairCollator:
-    """Makes DPOTrainer's batches from pairs: all chosen, then all rejected.
-
-    Args:
-        padding: token id for padding.
-    """
+    """Makes DPOTrainer's batches from pairs: all chosen, then all rejected."""
 
     def __init__(self, padding: int) -> None:
         self._padding = padding
 
     def __call__(self, pairs: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Returns `input_ids`, `attention_mask` and `completion_mask`, each [2 x pairs, T]."""
+        """`input_ids`, `attention_mask` and `completion_mask`, each [2 x pairs, T]."""
         rows = [
             (pair[f"{side}_ids"], pair[f"{side}_labels"])
             for side in ("chosen", "rejected")
@@ -114,10 +105,24 @@ class PairCollator:
         }
 
 
-def _made(trainer: Any, settings: FinetuneSettings, **given: Any) -> Any:
+def _made(
+    trainer: Any,
+    settings: FinetuneSettings,
+    arguments: Any,
+    tokenizer: Any,
+    train: Any,
+    validation: Any,
+    callbacks: Sequence[TrainerCallback],
+    **given: Any,
+) -> Any:
     try:
         made = trainer(
             model=settings.model,
+            args=arguments,
+            processing_class=tokenizer,
+            train_dataset=train,
+            eval_dataset=validation,
+            callbacks=list(callbacks),
             peft_config=_lora(settings),
             quantization_config=quantization(settings),
             **given,
@@ -142,7 +147,7 @@ def _keep_precision(model: Any) -> None:
 
 
 def quantization(settings: FinetuneSettings) -> Any:
-    """Returns the configuration of a 4-bit base (QLoRA, arXiv 2305.14314), None without."""
+    """The configuration of a 4-bit base (QLoRA, arXiv 2305.14314)."""
     if not settings.load_in_4bit:
         return None
     from transformers import BitsAndBytesConfig
@@ -157,7 +162,7 @@ def quantization(settings: FinetuneSettings) -> Any:
 
 
 def _lora(settings: FinetuneSettings) -> Any:
-    """Returns the LoRA configuration (arXiv 2106.09685), None without LoRA."""
+    """The LoRA configuration (arXiv 2106.09685)."""
     if not settings.lora:
         return None
     from peft import LoraConfig
@@ -211,7 +216,39 @@ def _has_gpu(settings: FinetuneSettings) -> bool:
 
 
 def is_half(settings: FinetuneSettings) -> bool:
-    """Returns whether computing is in bfloat16."""
     if settings.dtype != "auto":
         return settings.dtype == "bfloat16"
     return _has_gpu(settings) and torch.cuda.is_bf16_supported()
+
+
+def _sft_examples(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
+) -> Iterator[Example]:
+    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
+    return sft_examples(paths, encoder, counts, **limits, prompts=settings.prompts)
+
+
+def _pair_examples(
+    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
+) -> Iterator[Example]:
+    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
+    return pair_examples(paths, encoder, counts, **limits)
+
+
+def _heldout(
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, tokenizer: Any
+) -> HeldOut:
+    limits = Limits(settings.max_length, settings.too_long)
+    return HeldOut(
+        tokenizer,
+        lambda: encoded_rows(paths, encoder, ExampleCounts(), limits, prompts=settings.prompts),
+        batch_size=settings.batch_size,
+        calls=settings.check_calls,
+        half=is_half(settings),
+    )
+
+
+SFT: Final = Method(
+    "sft", SFT_COLUMNS, _sft_examples, sft_trainer, lambda given: given.turns == "last", _heldout
+)
+DPO: Final = Method("dpo", PAIR_COLUMNS, _pair_examples, dpo_trainer)

@@ -1,8 +1,6 @@
 """Computes how much better each row of a group was than the others of its agent.
 
-In: the rows of a group, or of a batch. Out: the advantage of each row, and of its tokens where
-turns are compared one by one. `envserver_records.returns` has the formulas of one group, which the
-server's exports share.
+`envserver_records.returns` has the formulas of one group, which the server's exports share.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ class RowAdvantage(NamedTuple):
 
     @property
     def teaches(self) -> bool:
-        """Whether any of it is not 0."""
         return bool(self.value if self.tokens is None else self.tokens.any())
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How rewards become advantages; see the trainer's settings.
-
-    Raises:
-        ConfigError: two of them contradict each other.
+    """How rewards become advantages. Raises ConfigError: two of the settings contradict each
+    other.
     """
 
     scaling: Scaling = "std"
@@ -118,13 +113,10 @@ def overlong_rewards(rows: Sequence[Row], rules: AdvantageSettings) -> dict[Key,
 def group_advantages(
     rows: Sequence[Row], rules: AdvantageSettings, shuffle: np.random.Generator | None = None
 ) -> list[RowAdvantage]:
-    """Returns the advantage of each row of a group, before the batch is whitened.
+    """The advantage of each row of a group, before the batch is whitened.
 
-    Args:
-        shuffle: shuffles the rewards of each agent.
-
-    Raises:
-        ConfigError: a row lacks a reward that `reward_weights` names.
+    `shuffle` shuffles the rewards of each agent. Raises ConfigError: a row lacks a reward that
+    `reward_weights` names.
     """
     if rules.reward_weights:
         return _weighed_advantages(rows, rules, shuffle)
@@ -147,9 +139,8 @@ def row_advantages(
 ) -> list[RowAdvantage]:
     """Returns the advantage of each row of a group, compared within its agent.
 
-    Args:
-        turn_discount: learn each turn from its own return, discounted so; None: from the reward.
-        rewards: other rewards than the rows' own, such as shuffled ones.
+    `turn_discount`: learn each turn from its own return, discounted so; None: from the reward.
+    `rewards`: instead of the rows' own, such as shuffled ones.
     """
     given = rewards_of(rows) if rewards is None else rewards
     values: dict[Key, float] = {}
@@ -215,9 +206,8 @@ def _weighed_advantages(
 
 
 def shuffled(rewards: Sequence[float], rng: np.random.Generator) -> list[float]:
-    """Returns the same rewards in random order, from which nothing can be learned.
-
-    For control experiments: mean and spread stay, but rewards no longer belong to trajectories.
+    """For control experiments: mean and spread stay, but rewards no longer belong to
+    trajectories.
     """
     return [float(reward) for reward in rng.permutation(np.asarray(rewards, np.float64))]
 

@@ -31,13 +31,10 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint's description, stored in its `about.json`.
+    """A checkpoint's `about.json`.
 
-    Args:
-        step: number of batches that it learned from.
-        version: the policy version at the server.
-        lease_id: the last batch's lease, whose acknowledgement may have been lost. "": none.
-        group_ids: groups of the last batch.
+    `step`: number of batches that it learned from. `version`: at the server. `lease_id`: of the
+    last batch, whose acknowledgement may have been lost. `group_ids`: of the last batch.
     """
 
     step: int
@@ -47,18 +44,11 @@ class CheckpointInfo:
 
     @property
     def name(self) -> str:
-        """The checkpoint's name at the server."""
         return f"step-{self.step}"
 
 
 class Checkpoints:
-    """Manages the checkpoints below a folder.
-
-    Args:
-        folder: made when needed; all ranks must see it.
-        keep: number of last checkpoints to keep.
-        ranks: those that save and load together. Default: this process alone.
-    """
+    """Manages the last `keep` checkpoints below a folder that all ranks see."""
 
     def __init__(self, folder: Path, keep: int = 3, ranks: Ranks | None = None) -> None:
         self._folder = folder
@@ -66,10 +56,8 @@ class Checkpoints:
         self._ranks = ranks or Ranks()
 
     def save(self, saved: CheckpointInfo, state: Callable[[], State]) -> None:
-        """Writes a checkpoint, then removes old ones; called on rank 0.
-
-        Args:
-            state: returns this rank's state; others call their own in `save_part`.
+        """Writes a checkpoint, then removes old ones; called on rank 0. `state` returns its part;
+        others call their own in `save_part`.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".{saved.name}"
@@ -104,7 +92,6 @@ class Checkpoints:
         shutil.rmtree(going)
 
     def latest(self) -> CheckpointInfo | None:
-        """Returns the last checkpoint's description, None if there is none."""
         found: CheckpointInfo | None = self._ranks.broadcast(
             self._latest() if self._ranks.leads else None
         )
@@ -118,10 +105,8 @@ class Checkpoints:
         return CheckpointInfo(**{**about, "group_ids": tuple(about["group_ids"])})
 
     def load(self, saved: CheckpointInfo, blank: Callable[[Collection[str]], State]) -> State:
-        """Returns the state of a checkpoint; called on all ranks.
-
-        Args:
-            blank: returns tensors to read the parts into, given the names of what is stored.
+        """The state of a checkpoint; called on all ranks. `blank` returns tensors to read the parts
+        into, given the names of what is stored.
         """
         folder = self._folder / saved.name
         if (folder / "state.pt").exists():

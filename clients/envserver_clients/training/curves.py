@@ -26,7 +26,6 @@ _SMOOTH = 10
 
 
 def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
-    """Draws the curves of `files`; replaces `picture`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -69,7 +68,7 @@ def _value(line: Line, key: str) -> float | None:
 
 
 def _smoothed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the mean of each value and up to `_SMOOTH - 1` before it."""
+    """The mean of each value and up to `_SMOOTH - 1` before it."""
     sums = np.cumsum(np.concatenate([[0.0], values]))
     ends = np.arange(1, len(values) + 1)
     begins = np.maximum(0, ends - _SMOOTH)
@@ -78,7 +77,6 @@ def _smoothed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command."""
     parser = argparse.ArgumentParser(
         prog="python -m envserver_clients.training.curves", description=__doc__
     )

@@ -1,8 +1,7 @@
-"""Selects what to learn from a batch.
+"""Selects what to learn from a batch: examples, and statistics of the whole batch.
 
-In: the groups of a batch, and the version of the learning policy. Out: examples, and statistics of
-the whole batch. Invariants: the weights of all trained tokens are computed from the whole
-batch in advance, so the sums over any parts of it add up to the same loss.
+Invariant: the weights of all trained tokens are computed from the whole batch in advance, so the
+sums over any parts of it add up to the same loss.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class ExampleSettings:
         skip_equal: groups whose rewards are all equal do not count in the denominators either.
         keep_zero: keep rows of advantage 0, which a reference policy or an entropy bonus needs.
         vocabulary: number of tokens that the model knows; None: unknown.
-        replay_experts: rows must have their routed experts, which are replayed.
         sees: whether the model's processor makes the row's tokens of its images; None: the model
             sees no images.
     """
@@ -96,10 +94,8 @@ class ExampleSettings:
 class BatchExamples:
     """The examples of a batch, with statistics of the batch.
 
-    Args:
-        numbers: rewards, sizes and staleness for the metrics; `skipped` says why there are no
-            examples.
-        group_ids: ids of all groups, in order.
+    `numbers`: rewards, sizes and staleness for the metrics; `skipped` says why there are no
+    examples. `group_ids`: of all groups, in order.
     """
 
     examples: list[Example]
@@ -114,19 +110,13 @@ def examples_of(
     *,
     shuffle: np.random.Generator | None = None,
 ) -> BatchExamples:
-    """Returns the examples of a batch.
+    """Returns the examples of a batch for the learning policy's `version`.
 
     Rows with advantage 0 are left out, because they do not change the gradient, unless `keep_zero`;
-    their trajectories and tokens count in the denominators. Left out and counted are
-    also groups older than `max_staleness` or newer than the policy, and rows that cannot be learned
-    from rightly (see `refusal`). Their rewards count.
-
-    Args:
-        version: version of the learning policy.
-        shuffle: shuffles the rewards of each agent within each group (for control experiments).
-
-    Raises:
-        ConfigError: a row lacks a reward that the settings name.
+    their trajectories and tokens count in the denominators. Left out and counted are also groups
+    older than `max_staleness` or newer than the policy, and rows that cannot be learned from
+    rightly (see `refusal`). Their rewards count. `shuffle` shuffles the rewards of each agent
+    within each group. Raises ConfigError: a row lacks a reward that the settings name.
     """
     own_or_older = [group for group in groups if _newest(group.rows) <= version]
     newer = len(groups) - len(own_or_older)
@@ -209,7 +199,7 @@ def refusal(row: Row, version: int, rules: ExampleSettings) -> str:
 
 
 def _raw(row: Row) -> NDArray[np.uint8]:
-    """Returns uint8[T], 1 where the logprob is from before the temperature was applied."""
+    """uint8[T], 1 where the logprob is from before the temperature was applied."""
     found = np.zeros(len(row.tokens), np.uint8)
     for span in row.sampling:
         found[span.start : span.end] = span.is_raw
@@ -217,7 +207,7 @@ def _raw(row: Row) -> NDArray[np.uint8]:
 
 
 def _temperatures(row: Row) -> NDArray[np.float32]:
-    """Returns float32[T], 1 where nothing is trained."""
+    """float32[T], 1 where nothing is trained."""
     found = np.ones(len(row.tokens), np.float32)
     for span in row.sampling:
         found[span.start : span.end] = span.temperature
@@ -225,12 +215,12 @@ def _temperatures(row: Row) -> NDArray[np.float32]:
 
 
 def _newest(rows: Sequence[Row]) -> int:
-    """Returns the newest version of any trained token, -1 if unknown."""
+    """The newest version of any trained token, -1 if unknown."""
     return max((int(row.versions[row.mask == 1].max(initial=-1)) for row in rows), default=-1)
 
 
 def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
-    """Returns whether a trained token is more than `most` versions behind (-1: unknown, no)."""
+    """Whether a trained token is more than `most` versions behind (-1: unknown, no)."""
     if most is None:
         return False
     known = (row.versions[(row.mask == 1) & (row.versions >= 0)] for row in rows)
@@ -238,7 +228,7 @@ def _is_stale(rows: Sequence[Row], version: int, most: int | None) -> bool:
 
 
 def _is_equal(rows: Sequence[Row], found: Sequence[RowAdvantage], rules: AdvantageSettings) -> bool:
-    """Returns whether comparing the rows of a group with each other teaches nothing."""
+    """Whether comparing the rows of a group with each other teaches nothing."""
     if rules.baseline == "none":
         found = group_advantages(rows, replace(rules, baseline="group"))
     return not any(one.teaches for one in found)
@@ -252,7 +242,7 @@ def _whitened(rows: Sequence[tuple[Row, RowAdvantage]]) -> list[tuple[Row, RowAd
 def _weighed(
     rows: list[tuple[Row, RowAdvantage]], version: int, rules: ExampleSettings
 ) -> list[Example]:
-    """Returns the examples; each agent of a trajectory counts as a trajectory by itself."""
+    """Each agent of a trajectory counts as a trajectory by itself."""
     sizes: dict[tuple[str, str | None, int], int] = {}
     for row, _ in rows:
         key = (row.group_id, row.agent, row.trajectory)
@@ -354,11 +344,9 @@ def micro_batches(
 ) -> Iterator[Padded]:
     """Yields the examples, longest first, in parts of at most `most_tokens` tokens with padding.
 
-    A longer example is alone. With the longest first, a lack of memory shows at once.
-
-    Args:
-        packed: short examples share lines that are as long as the longest example of the part.
-        blank: added to parts without an image, so that every part has one.
+    A longer example is alone. With the longest first, a lack of memory shows at once. `packed`:
+    short examples share lines that are as long as the longest example of the part. `blank` is added
+    to parts without an image, so that every part has one.
     """
     part: list[Example] = []
     places: list[tuple[int, int]] = []
@@ -385,23 +373,18 @@ def _with(blank: Example | None, part: list[Example]) -> list[Example]:
 
 
 def longest_first(examples: Sequence[Example]) -> list[Example]:
-    """Returns the examples by falling length; the order of equal ones is kept."""
     return sorted(examples, key=lambda one: -len(one.tokens))
 
 
 def filler(blank: Example | None = None) -> Padded:
-    """Returns a micro-batch of weight 0, for a rank that has fewer of them than others.
-
-    Args:
-        blank: see `micro_batches`.
-    """
+    """A micro-batch of weight 0, for a rank that has fewer of them than others."""
     logprobs, mask = np.zeros(2, np.float32), np.array([0, 1], np.uint8)
     row = Example(np.zeros(2, np.int32), mask, logprobs, advantage=0.0, weight=0.0)
     return replace(padded(_with(blank, [row])), filler=True)
 
 
 def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None = None) -> Padded:
-    """Returns these examples (at least one) as one micro-batch; see `Padded.places`."""
+    """These examples (at least one) as one micro-batch; see `Padded.places`."""
     shape = (len(examples), max(len(example.tokens) for example in examples))
     tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)

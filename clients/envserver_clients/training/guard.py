@@ -1,8 +1,6 @@
 """Judges each step: did it learn, and from data that the engine and the trainer agree about?
 
-In: the numbers of a step. Out: warnings, and a typed error after several batches in a row from
-which nothing could be learned. Invariants: a batch is acknowledged before it ends a run, so
-no batch can stop a trainer for good.
+A batch is acknowledged before it ends a run, so no batch can stop a trainer for good.
 """
 
 from __future__ import annotations
@@ -113,17 +111,13 @@ _WASTE: Final = ("equal", "dropped", "cut_off", "stale")
 
 
 def disagree(numbers: Mapping[str, Any], most: float) -> bool:
-    """Returns whether the delivered logprobs cannot be those of the policy, or of an earlier one.
+    """Whether the delivered logprobs cannot be those of the policy, or of an earlier one.
 
-    Those of the policy's own version differ by rounding only: their mean difference decides. An
-    earlier version differs legitimately, by any amount. But whatever the two policies are, the
-    ratios exp(own - delivered) of tokens that one sampled have a mean of 1 (they are importance
-    weights), and those of logprobs without a sample do not. So where tokens of earlier
-    versions had to be compared, that mean must be off, too.
-
-    Args:
-        numbers: `mismatch_mean`, `mismatch_ratio` and `mismatch_fresh` of a step.
-        most: the largest mean difference allowed, in nats per token.
+    Those of the policy's own version differ by rounding only: their mean difference decides; `most`
+    is in nats per token. An earlier version differs legitimately, by any amount. But whatever the
+    two policies are, the ratios exp(own - delivered) of tokens that one sampled have a mean of 1
+    (they are importance weights), and those of logprobs without a sample do not. So where tokens of
+    earlier versions had to be compared, that mean must be off, too.
     """
     if numbers.get("mismatch_mean", 0.0) <= most:
         return False
@@ -134,8 +128,6 @@ def disagree(numbers: Mapping[str, Any], most: float) -> bool:
 
 @dataclass(frozen=True)
 class GuardSettings:
-    """The bounds of a step; see the trainer's settings."""
-
     warn_mismatch: float = 0.1
     most_mismatch: float = 0.5
     patience: int = 3
@@ -153,9 +145,7 @@ class Guard:
     def judge(self, line: Mapping[str, Any]) -> None:
         """Judges the metrics of a step whose batch is acknowledged.
 
-        Raises:
-            MismatchError: the logprobs of the last `patience` batches differed too much.
-            NothingLearned: nothing could be learned from them for another reason.
+        Raises MismatchError or NothingLearned: it was so in the last `patience` batches.
         """
         reason = str(line.get(SKIPPED, ""))
         step = line.get("step", "")

@@ -1,9 +1,8 @@
 """Makes one optimizer step from one batch.
 
-In: examples. Out: a policy that learned from them, and statistics of the step. Invariants:
-the gradient is that of the whole batch, whatever the micro-batches and the number of ranks; a step
-whose logprobs differ too much from the delivered ones, or whose gradient is not finite, changes
-nothing; `state()` returns everything that later steps depend on.
+Invariants: the gradient is that of the whole batch, whatever the micro-batches and the number of
+ranks; a step whose logprobs differ too much from the delivered ones, or whose gradient is not
+finite, changes nothing; `state()` returns everything that later steps depend on.
 
 With several ranks each learns from its share of the rows. The weights of tokens were computed from
 the whole batch, so the sums over the ranks are the batch's; FSDP takes the mean of the ranks'
@@ -39,8 +38,6 @@ _ENOUGH_TOKENS: Final = 256
 
 @dataclass(frozen=True)
 class StepSettings:
-    """Settings of a step; see the trainer's settings."""
-
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     schedule: Schedule = "constant"
@@ -57,11 +54,7 @@ class StepSettings:
 
 
 class Learner:
-    """A policy and its optimizer (AdamW, arXiv 1711.05101).
-
-    Args:
-        ranks: those of the policy. Default: this process alone.
-    """
+    """A policy and its optimizer (AdamW, arXiv 1711.05101)."""
 
     def __init__(self, policy: Policy, rules: StepSettings, ranks: Ranks | None = None) -> None:
         self.policy = policy
@@ -119,8 +112,8 @@ class Learner:
     ) -> tuple[list[dict[str, float]], list[Tensor], list[Tensor]]:
         """Adds up the gradient of all parts, and of all ranks after the last one.
 
-        Returns:
-            Sums of each part, the policy's logprobs, and those to compare with the delivered ones.
+        Returns sums of each part, the policy's logprobs, and those to compare with the delivered
+        ones.
         """
         self._optimizer.zero_grad(set_to_none=True)
         sums, own, comparable = [], list[Tensor](), list[Tensor]()
@@ -212,8 +205,8 @@ class Learner:
         )
 
     def state(self) -> dict[str, Any]:
-        """Returns weights, optimizer state by the weights' names, random number state and the
-        number of updates; of divided tensors this rank's part.
+        """Weights, optimizer state by the weights' names, random number state and the number of
+        updates; of divided tensors this rank's part.
         """
         numbers = self._optimizer.state_dict()["state"]
         return {
@@ -228,10 +221,8 @@ class Learner:
         }
 
     def blank_state(self, stored: Collection[str]) -> dict[str, Any]:
-        """Returns tensors for what a divided checkpoint has, to read it into.
-
-        Args:
-            stored: the names in the checkpoint; those of the optimizer begin with `optimizer.`.
+        """Tensors for what a divided checkpoint has, to read it into; `stored`: its names, of which
+        those of the optimizer begin with `optimizer.`.
         """
         moments = {"exp_avg", "exp_avg_sq"}
         return {
@@ -270,7 +261,7 @@ class Learner:
 
 
 def _added(sums: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the sums of all micro-batches; of names that end in `_max` the largest value."""
+    """The sums of all micro-batches; of names that end in `_max` the largest value."""
 
     def added(name: str) -> float:
         values = [part[name] for part in sums]
@@ -297,7 +288,7 @@ def _means(total: dict[str, float]) -> dict[str, float]:
 
 
 def _moved(before: Sequence[Tensor], after: Sequence[Tensor], ranks: Ranks) -> Numbers:
-    """Returns the share of weights that a step changed; a small step is lost in the rounding."""
+    """The share of weights that a step changed; a small step is lost in the rounding."""
     changed = sum(int((one != two).sum()) for one, two in zip(before, after, strict=True))
     total = ranks.sums({"weights": sum(len(one) for one in before), "changed": changed})
     return {"weights_moved": total["changed"] / total["weights"]} if total["weights"] else {}

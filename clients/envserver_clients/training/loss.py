@@ -44,15 +44,9 @@ LARGEST_LOG_RATIO: Final = 20.0
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None = None) -> Tensor:
-    """Returns the logprob of each target.
+    """The logprob of each target, float32[...], from the logits [..., V] of the position before it.
 
-    Args:
-        logits: [..., V], those of the position before the target.
-        targets: int64[...].
-        temperatures: [...], by which the logits are divided; None: 1.
-
-    Returns:
-        float32[...].
+    `targets`: int64[...]. The logits are divided by `temperatures` [...]; None: 1.
     """
     logits = logits.float()
     if temperatures is not None:
@@ -129,7 +123,7 @@ def policy_loss(
 def _surrogate(
     ratio: Tensor, logprobs: Tensor, advantage: Tensor, rules: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns what stands for the reward per token (see `Surrogate`), and where it is bounded."""
+    """What stands for the reward per token (see `Surrogate`), and where it is bounded."""
     least, most = 1 - rules.clip_low, 1 + rules.clip_high
     bounded = ratio.clamp(least, most)
     if rules.surrogate == "cispo":
@@ -147,7 +141,7 @@ def _surrogate(
 
 
 def _ratio(logs: Tensor, mask: Tensor, rules: LossSettings) -> Tensor:
-    """Returns the ratio [B, N] of log-ratios, at the level of `rules`."""
+    """The ratio [B, N] of log-ratios, at the level of `rules`."""
     if rules.ratio_level == "token":
         return logs.exp()
     # The value is the row's mean, the gradient each token's own (GSPO-token, equation 14).
@@ -155,7 +149,7 @@ def _ratio(logs: Tensor, mask: Tensor, rules: LossSettings) -> Tensor:
 
 
 def _on_policy(difference: Tensor, mask: Tensor, advantage: Tensor, rules: LossSettings) -> Tensor:
-    """Returns 0 for bad tokens of rows that the policy has moved away from, else 1."""
+    """0 for bad tokens of rows that the policy has moved away from, else 1."""
     if rules.off_policy_bound is None:
         return torch.ones_like(difference)
     moved = _row_mean(_bounded(-difference, mask.bool()), mask) > rules.off_policy_bound
@@ -163,19 +157,20 @@ def _on_policy(difference: Tensor, mask: Tensor, advantage: Tensor, rules: LossS
 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean [B, 1] over the trained tokens of each row."""
+    """The mean [B, 1] over the trained tokens of each row."""
     return (values * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
 
 
 def _bounded(difference: Tensor, trained: Tensor) -> Tensor:
-    """Returns a log-ratio within bounds, 0 where the token is not trained."""
+    """A log-ratio within bounds, 0 where the token is not trained."""
     found = torch.where(trained, difference, 0.0)
     return found.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def _corrected(logs: Tensor, rules: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns w of log-ratios as it is used, 1 where the token is kept (0: masked), and whether w
-    was beyond its bounds."""
+    """w of log-ratios as it is used, 1 where the token is kept (0: masked), and whether w was
+    beyond its bounds.
+    """
     if rules.correction_level == "sequence":
         logs = logs.sum(-1, keepdim=True).expand_as(logs)
         logs = logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -188,7 +183,7 @@ def _corrected(logs: Tensor, rules: LossSettings) -> tuple[Tensor, Tensor, Tenso
 
 
 def _distance(difference: Tensor, ratio: Tensor, form: KlForm) -> Tensor:
-    """Returns the distance to the reference per token; see `KlForm`."""
+    """The distance to the reference per token; see `KlForm`."""
     match form:
         case "k1":
             return -difference

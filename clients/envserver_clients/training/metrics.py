@@ -1,8 +1,7 @@
 """Writes the metrics of each step to metrics.jsonl, the console and trackers.
 
-In: a dict of numbers and names per step. Invariants: metrics.jsonl has one line for each
-step of the last checkpoint, even after a killed trainer restarts: lines of later steps are removed,
-because these steps are repeated.
+Invariant: metrics.jsonl has one line for each step of the last checkpoint, even after a killed
+trainer restarts: lines of later steps are removed, because these steps are repeated.
 """
 
 from __future__ import annotations
@@ -27,22 +26,16 @@ Line = dict[str, Any]
 
 
 class Writer(Protocol):
-    """A destination of metrics."""
+    def write(self, line: Line) -> None: ...
 
-    def write(self, line: Line) -> None:
-        """Writes the metrics of one step."""
-
-    def close(self) -> None:
-        """Closes the destination."""
+    def close(self) -> None: ...
 
 
 class Metrics:
-    """Writes to several destinations; a context manager.
+    """Writes to several destinations, in order.
 
-    Args:
-        writers: the destinations, in order.
-        window: steps over which `reward_recent` is the mean.
-        earlier: rewards of steps before a restart.
+    `window`: steps over which `reward_recent` is the mean. `earlier`: rewards of steps before a
+    restart.
     """
 
     def __init__(self, writers: list[Writer], *, window: int, earlier: list[float]) -> None:
@@ -83,11 +76,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 
 class JsonLines:
-    """Appends to metrics.jsonl.
-
-    Args:
-        path: the file; lines of steps after `step` are removed.
-    """
+    """Appends to metrics.jsonl; lines of steps after `step` are removed."""
 
     def __init__(self, path: Path, step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +139,6 @@ def _cell(value: float | None, form: str) -> str:
 
 
 class Tracked:
-    """Writes to a tracker: W&B, Trackio, MLflow, TensorBoard."""
-
     def __init__(self, tracker: Tracker, settings: dict[str, Any]) -> None:
         self._tracker = tracker
         tracker.config(settings)
@@ -172,6 +159,7 @@ _TICK_SECONDS: Final = 0.2
 
 def write_held_out(server: str, path: Path, *, seconds: float = 300.0) -> None:
     """Evaluates the last policy version, waits for its end, and writes all evaluations.
+
     Raises EnvserverError: the last evaluation did not end within `seconds`.
     """
     until = time.monotonic() + seconds
@@ -195,7 +183,7 @@ def _wait(client: httpx.Client, until: float) -> list[dict[str, Any]]:
 
 
 def _line(evaluation: dict[str, Any]) -> Line:
-    """Returns the numbers of an evaluation; `other_versions` counts rollouts of other weights."""
+    """`other_versions` counts rollouts of other weights."""
     rewards = [
         value for name, value in evaluation["results"].items() if name.endswith("/mean_reward")
     ]
@@ -210,7 +198,6 @@ def _line(evaluation: dict[str, Any]) -> Line:
 
 
 def draw_held_out(output: Path, tasks: Sequence[str], picture: Path) -> None:
-    """Draws the held-out curves of all runs in `output`, and their train curves."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -181,17 +181,11 @@ OBJECTIVES: Final[dict[str, Callable[[], Preset]]] = {
         *(dual_clip, tis, icepop, sequence_tis, sequence_mis, opsm),
     )
 }
-"""Presets by name."""
 
 
 def preset(names: str) -> Preset:
-    """Returns what the named objectives set.
-
-    Args:
-        names: one, or several joined by `+`.
-
-    Raises:
-        ConfigError: there is no such objective.
+    """What the named objectives set, joined by `+`. Raises ConfigError: there is no such
+    objective.
     """
     chosen: Preset = {}
     for name in names.split("+"):
@@ -220,7 +214,6 @@ cispo: clip(r, 1 - clip_low, 1 + clip_high) A logprob, without a gradient throug
 keeps one (CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5)."""
 
 Level = Literal["token", "sequence"]
-"""Whether a ratio is a token's own or its row's."""
 
 Correction = Literal["mask", "truncate", "none"]
 """Treatment of tokens, or rows, whose w is far from 1.
@@ -235,11 +228,7 @@ MOST_CORRECTION: Final[dict[Correction, float]] = {"mask": 5.0, "truncate": 2.0}
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The settings of the loss; see the trainer's settings.
-
-    Raises:
-        ConfigError: two of them contradict each other.
-    """
+    """The settings of the loss. Raises ConfigError: two of them contradict each other."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -306,13 +295,9 @@ cosine wave (arXiv 1608.03983, equation 5)."""
 def rate_of(
     update: int, highest: float, warmup: int, schedule: Schedule, last: int, least: float
 ) -> float:
-    """Returns the learning rate of an update.
+    """The learning rate of an `update`, counted from 0.
 
-    Args:
-        update: its number, from 0.
-        highest: the rate at the end of the warm-up, which rises in a line.
-        warmup: number of updates with a rising rate.
-        last: number of the update from which on the rate is `least`.
+    It rises in a line to `highest` over `warmup` updates; from update `last` on it is `least`.
     """
     if update < warmup:
         return highest * (update + 1) / warmup

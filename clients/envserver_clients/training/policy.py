@@ -1,10 +1,9 @@
 """The learning model: loads it, optionally with LoRA, and saves it for an engine.
 
-In: a folder or a hub id. Out: a `Policy` with logprobs (with gradient), trained parameters, and
-files that engines and transformers read. Invariants: dropout is off, so the learning policy
-and the engine compute the same function; trained weights are float32, whatever the type of
-computing, because a step of a usual learning rate is lost in the rounding of bfloat16. Each of
-several ranks holds a part of all weights, and all ranks call the same methods at the same time.
+Invariants: dropout is off, so the learning policy and the engine compute the same function; trained
+weights are float32, whatever the type of computing, because a step of a usual learning rate is lost
+in the rounding of bfloat16. Each of several ranks holds a part of all weights, and all ranks call
+the same methods at the same time.
 """
 
 from __future__ import annotations
@@ -50,11 +49,8 @@ _BLANK_PIXELS: Final = 64
 
 
 class Vision:
-    """The images' side of a model; its processor needs Pillow.
-
-    Args:
-        source: folder or hub id.
-        model: transformers' model, before LoRA.
+    """The images' side of a model; its processor needs Pillow. `model`: transformers', before
+    LoRA.
     """
 
     def __init__(self, source: str, model: Any) -> None:
@@ -75,7 +71,7 @@ class Vision:
 
     @classmethod
     def of(cls, source: str, model: Any) -> Self | None:
-        """Returns the side of `model`; None if it sees no images, or in a form not known here."""
+        """None if `model` sees no images, or in a form not known here."""
         takes = _inputs_of(model)
         config = model.config
         if getattr(config, "image_token_id", None) is None or "pixel_values" not in takes:
@@ -84,7 +80,7 @@ class Vision:
         return cls(source, model) if "image_grid_thw" in takes or has_parts else None
 
     def fits(self, row: Row) -> bool:
-        """Returns whether the processor makes of a row's images the tokens that the row has."""
+        """Whether the processor makes of a row's images the tokens that the row has."""
         images = self.is_image(row.tokens)
         try:
             sizes = [self._size(one) for one in row.images]
@@ -97,7 +93,7 @@ class Vision:
         )
 
     def _size(self, image: RowImage) -> tuple[int, tuple[int, ...]]:
-        """Returns the number of an image's tokens, and its grid; () where there is none."""
+        """The number of an image's tokens, and its grid; () where there is none."""
         if image.sha256 not in self._sizes:
             made = pixels(self._processor, [[image]])
             if self._has_grids:
@@ -111,7 +107,7 @@ class Vision:
     def inputs(
         self, tokens: NDArray[np.int64], rows: Sequence[Sequence[RowImage]], device: torch.device
     ) -> dict[str, Tensor]:
-        """Returns the model's inputs beside its tokens [B, T]; empty if no row has images."""
+        """The model's inputs beside its tokens [B, T]; empty if no row has images."""
         if not any(rows):
             return {}
         found = pixels(self._processor, rows)
@@ -120,12 +116,11 @@ class Vision:
         return {name: value.to(device) for name, value in found.items()}
 
     def is_image(self, tokens: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Returns which tokens [T] are images'."""
         found: NDArray[np.bool_] = tokens == self._token
         return found
 
     def blank(self) -> Example:
-        """Returns a row with a white image that teaches nothing."""
+        """A row with a white image that teaches nothing."""
         from PIL import Image
 
         file = io.BytesIO()
@@ -170,10 +165,7 @@ class Replay:
     Engine and trainer compute the same router logits but for rounding, which is enough to choose
     other experts. Only the choice is replayed: the weights of the chosen experts are the model's
     own, with gradient. transformers' routers choose by one `torch.topk` over all experts: here that
-    call returns the recorded choice.
-
-    Raises:
-        ConfigError: the model has no router of a known kind.
+    call returns the recorded choice. Raises ConfigError: the model has no router of a known kind.
     """
 
     def __init__(self, model: Any) -> None:
@@ -196,11 +188,8 @@ class Replay:
     def use(self, chosen: NDArray[np.int16] | None, device: torch.device) -> None:
         """Sets the experts of the next forward pass, and of its backward pass.
 
-        Args:
-            chosen: [tokens, layers, experts per token]; -1: the router chooses; None: all of them.
-
-        Raises:
-            ConfigError: they are of another model.
+        `chosen`: [tokens, layers, experts per token]; -1: the router chooses; None: all of them.
+        Raises ConfigError: they are of another model.
         """
         self._chosen = None if chosen is None else torch.from_numpy(chosen).to(device).long()
         if chosen is not None and (
@@ -250,13 +239,11 @@ _ROWS: Final = 1024
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """A LoRA (arXiv 2106.09685) without dropout.
+    """A LoRA (arXiv 2106.09685) without dropout; the product of its matrices is scaled by alpha /
+    rank.
 
-    Args:
-        rank: of the two matrices.
-        alpha: the product of the matrices is multiplied by `alpha / rank`; None: 2 * rank.
-        targets: names of linear layers, separated by commas; `all-linear`: all but the last; of a
-            model that sees images those of its language part.
+    `alpha`: None: 2 * rank. `targets`: names of linear layers, separated by commas; `all-linear`:
+    all but the last; of a model that sees images those of its language part.
     """
 
     rank: int
@@ -286,11 +273,10 @@ class Policy:
     Args:
         model: folder or hub id.
         lora: train this instead of all weights.
-        device: torch device.
         dtype: type of computing (autocast), and of weights that are not trained and saved ones.
         keep_reference: keep what `reference_logprobs` needs.
         checkpointed: compute activations again in the backward pass: less memory, more time.
-        replay_experts: route tokens to the experts of the batch, see `replay`.
+        replay_experts: route tokens to the experts of the batch, see `Replay`.
         ranks: the processes that share the weights; `device` is theirs. Default: this one alone.
     """
 
@@ -344,20 +330,21 @@ class Policy:
             model.to(self.device)
 
     def gather_gradients(self, *, now: bool) -> None:
-        """Says whether the next backward pass adds up the gradients of all ranks: once per update,
-        after its last micro-batch, is enough. Until then each rank holds a whole gradient."""
+        """Whether the next backward pass adds up the gradients of all ranks: once per update, after
+        its last micro-batch, is enough. Until then each rank holds a whole gradient.
+        """
         if self._ranks.divided:
             self.model.set_requires_gradient_sync(now)
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     @property
     def blank(self) -> Example | None:
         """A row that each micro-batch without images needs beside it. All ranks collect the weights
-        of a layer at once, those that see images too, so all must run them, or none."""
+        of a layer at once, those that see images too, so all must run them, or none.
+        """
         if self.vision is None or self._ranks.size == 1:
             return None
         return self.vision.blank()
@@ -368,20 +355,19 @@ class Policy:
         return bool(getattr(self.model, "_is_stateful", False))
 
     def logprobs(self, batch: Padded) -> Tensor:
-        """Returns float32[B, N] for the targets from `batch.first` on, with gradient: of the
-        distributions that were sampled from, at their temperatures."""
+        """float32[B, N] for the targets from `batch.first` on, with gradient: of the distributions
+        that were sampled from, at their temperatures.
+        """
         return self.scores(batch).logprobs
 
     def scores(self, batch: Padded, *, learn_entropy: bool = False) -> Scores:
-        """Returns the same, with what is measured beside it.
-
-        Args:
-            learn_entropy: the entropy has a gradient, too, which takes more memory.
+        """The same, with what is measured beside it. An entropy with a gradient takes more
+        memory.
         """
         return self._scores(self.model, batch, entropy="learned" if learn_entropy else "measured")
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
-        """Returns the logprobs of the model as it was loaded, without gradient."""
+        """The logprobs of the model as it was loaded, without gradient."""
         with torch.no_grad():
             if self.is_lora:
                 with self.model.disable_adapter():
@@ -410,7 +396,7 @@ class Policy:
         )
 
     def _shown(self, batch: Padded) -> dict[str, Tensor]:
-        """Returns what a model with vision gets beside the tokens; positions come from the mask."""
+        """What a model with vision gets beside the tokens; positions come from the mask."""
         if self.vision is None:
             return {}
         attention = torch.from_numpy(batch.attention).to(self.device)
@@ -480,7 +466,7 @@ class Policy:
         return torch.autocast(self.device.type, self._dtype if is_half else None, enabled=is_half)
 
     def prompt_logprobs(self, tokens: list[int]) -> list[float]:
-        """Returns the logprob of each token except the first, given those before it."""
+        """The logprob of each token except the first, given those before it."""
         ids = torch.tensor([tokens], device=self.device)
         self._replay(None)
         with self._ranks.together("prompt_logprobs", tokens), torch.no_grad():
@@ -518,13 +504,11 @@ class Policy:
         return whole(value.to(self._dtype) if is_weight else value)
 
     def state(self) -> dict[str, Tensor]:
-        """Returns the trained parameters, for a checkpoint; this rank's part of each."""
+        """The trained parameters, for a checkpoint; this rank's part of each."""
         return {name: value.detach() for name, value in self.trained.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Loads a checkpoint's weights.
-        Raises KeyError: it belongs to another model or other LoRA settings.
-        """
+        """Raises KeyError: the state belongs to another model or other LoRA settings."""
         with torch.no_grad():
             for name, value in self.trained.items():
                 value.copy_(placed_like(state[name], value))
@@ -576,7 +560,7 @@ def _scored(
     *,
     entropy: Entropy,
 ) -> Scores:
-    """Returns the scores of targets [B, N] from logits [B, N, V]."""
+    """The scores of targets [B, N] from logits [B, N, V]."""
     hot = None if (temperatures == 1).all() else torch.from_numpy(temperatures).to(logits.device)
     logprobs = _logprobs(logits, targets, hot)
     as_delivered = logprobs.detach()
@@ -592,8 +576,9 @@ def _scored(
 
 
 def _logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None) -> Tensor:
-    """Returns `token_logprobs`, some rows at a time: float32 copies of all logits would take most
-    of the memory, so the backward pass makes those of each part again."""
+    """`token_logprobs`, some rows at a time: float32 copies of all logits would take most of the
+    memory, so the backward pass makes those of each part again.
+    """
     logits, shape = logits.flatten(0, 1), targets.shape
     hot = [None] if temperatures is None else temperatures.flatten().split(_ROWS)
     parts = zip(logits.split(_ROWS), targets.flatten().split(_ROWS), itertools.cycle(hot))
@@ -603,7 +588,7 @@ def _logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None) -> T
 
 
 def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:
-    """Returns the entropy of each distribution [B, N], 0 where `trained` is not."""
+    """The entropy of each distribution [B, N], 0 where `trained` is not."""
     found = torch.zeros(trained.shape, device=logits.device)
     for rows in trained.nonzero().split(_ROWS):
         where = (rows[:, 0], rows[:, 1])
@@ -645,8 +630,8 @@ def _with_lora(model: Any, lora: LoraSettings) -> Any:
 
 
 def tensors(batch: Padded, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages
-    [B] or [B, N], and weights [B].
+    """Delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages [B] or
+    [B, N], and weights [B].
     """
     arrays: tuple[np.ndarray[Any, Any], ...] = (
         batch.logprobs[:, batch.first :],

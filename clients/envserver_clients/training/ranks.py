@@ -1,8 +1,7 @@
 """The processes that train one model together, started by torchrun; one process alone by default.
 
-In: torchrun's variables. Out: who leads, and sums over all ranks. Invariants: rank 0 decides
-what happens next (`together`), and the others do the same work at the same time (`follow`); so the
-trainer's loop runs on rank 0 only, and reads the same for one process.
+Invariants: rank 0 decides what happens next (`together`), and the others do the same work at the
+same time (`follow`); so the trainer's loop runs on rank 0 only, and reads the same for one process.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .children import end_with_parent
+from .settings import end_with_parent
 
 _WAIT: Final = timedelta(days=7)
 """The others wait so long for rank 0, which waits for batches. A rank that died is noticed at once:
@@ -28,13 +27,9 @@ Handler = Callable[..., object]
 
 
 class Ranks:
-    """This process among all that train the model.
+    """This process (`rank`; 0 leads) among the `size` that train the model; with 1 nothing is sent.
 
-    Args:
-        rank: this process's number; 0 leads.
-        size: number of processes; 1: nothing is sent.
-        device: where this process computes.
-        divided: the weights are divided, also if there is one process. Default: if there are more.
+    `divided`: the weights are divided, also if there is one process. Default: if there are more.
     """
 
     def __init__(
@@ -52,10 +47,8 @@ class Ranks:
     @classmethod
     @contextmanager
     def joined(cls, device: str = "cpu") -> Iterator[Self]:
-        """Joins the other processes of torchrun, if there are any; the block is their work.
-
-        Args:
-            device: `cuda` becomes the rank's own GPU.
+        """Joins the other processes of torchrun, if there are any. `cuda` becomes the rank's own
+        GPU.
         """
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if "RANK" not in os.environ:
@@ -125,7 +118,6 @@ class Ranks:
                 self.broadcast(None)
 
     def broadcast(self, value: Any) -> Any:
-        """Returns rank 0's value on all ranks."""
         if self.size == 1:
             return value
         held = [value]
@@ -133,7 +125,7 @@ class Ranks:
         return held[0]
 
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Returns the sums over all ranks; of names that end in `_max` the largest value."""
+        """The sums over all ranks; of names that end in `_max` the largest value."""
         found = dict(values)
         if self.size > 1:
             for names, how in (
@@ -149,8 +141,7 @@ class Ranks:
 def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> None:
     """Divides a model's parameters among the ranks (FSDP2), layer by layer, if they are `divided`.
 
-    Args:
-        dtype: type of computing; parameters keep theirs, and gradients are added up in float32.
+    `dtype`: of computing; parameters keep theirs, and gradients are added up in float32.
     """
     if not ranks.divided:
         return
@@ -169,21 +160,21 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> None:
 
 
 def whole(value: Tensor) -> Tensor:
-    """Returns a parameter as one tensor. All ranks must call this at the same time."""
+    """A parameter as one tensor. All ranks must call this at the same time."""
     full = getattr(value, "full_tensor", None)
     found: Tensor = value if full is None else full()
     return found
 
 
 def own_part(value: Tensor) -> Tensor:
-    """Returns what this rank holds of a parameter: all of it in a process alone."""
+    """What this rank holds of a parameter."""
     local = getattr(value, "to_local", None)
     found: Tensor = value if local is None else local()
     return found
 
 
 def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns `value` divided among the ranks as `parameter` is, if that is divided."""
+    """`value` divided among the ranks as `parameter` is, if that is divided."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not value.ndim:

@@ -1,19 +1,21 @@
 """The trainer's settings, as flags or in a YAML file; flags take precedence.
 
-Each field is a flag: `micro_batch_tokens` is `--micro-batch-tokens`. The file uses the fields'
-names.
+`micro_batch_tokens` is the flag `--micro-batch-tokens`; the file uses the fields' names.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, NoReturn, Self, TypeVar
 
 import yaml
-from envserver_records import ConfigError
+from envserver_records import ConfigError, EnvserverError
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -22,6 +24,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from rich.console import Console
 
 from .advantages import AdvantageSettings, Baseline, Scaling
 from .examples import Denominator, ExampleSettings
@@ -30,7 +33,8 @@ from .objectives import Correction, KlForm, Level, LossSettings, Schedule, Surro
 
 S = TypeVar("S", bound=BaseModel)
 Values = dict[str, Any]
-"""Values by the names of settings."""
+_PARENT_DIED: Final = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def _weights(given: object) -> object:
@@ -292,31 +296,25 @@ class TrainerSettings(BaseModel):
         self.examples()
         return self
 
+    def of(self, kind: type[Any]) -> Values:
+        """The values of the settings that the dataclass `kind` has, too."""
+        names = {one.name for one in fields(kind)} & type(self).model_fields.keys()
+        return {name: getattr(self, name) for name in names}
+
     def loss(self) -> LossSettings:
-        """Returns the settings of the loss. Raises ConfigError: they contradict each other."""
-        return LossSettings(**{one.name: getattr(self, one.name) for one in fields(LossSettings)})
+        """Raises ConfigError: the settings contradict each other."""
+        return LossSettings(**self.of(LossSettings))
 
     def guard(self) -> GuardSettings:
-        """Returns the bounds of a step."""
-        return GuardSettings(**{one.name: getattr(self, one.name) for one in fields(GuardSettings)})
+        return GuardSettings(**self.of(GuardSettings))
 
     def examples(self, vocabulary: int | None = None) -> ExampleSettings:
-        """Returns how rows become examples.
-        Raises ConfigError: the settings contradict each other.
-        """
-        named = {one.name for one in fields(AdvantageSettings)} - {"scaling"}
+        """Raises ConfigError: the settings contradict each other."""
         return ExampleSettings(
-            advantages=AdvantageSettings(
-                scaling=self.advantage, **{name: getattr(self, name) for name in named}
-            ),
-            denominator=self.denominator,
-            constant_tokens=self.constant_tokens,
-            max_staleness=self.max_staleness,
-            learn_truncated=self.learn_truncated,
-            skip_equal=self.skip_equal,
+            **self.of(ExampleSettings),
+            advantages=AdvantageSettings(**self.of(AdvantageSettings), scaling=self.advantage),
             keep_zero=not self.loss().is_reward_only,
             vocabulary=vocabulary,
-            replay_experts=self.replay_experts,
         )
 
 
@@ -329,13 +327,8 @@ def from_flags(
 ) -> S:
     """Reads settings from a command line, which may name a YAML file with `--config`.
 
-    Args:
-        arguments: the command line; None: this process's.
-        chosen: selects the values of a file with several sections, given its content and the
-            flags.
-
-    Raises:
-        ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.
+    `chosen` selects the values of a file with several sections, given its content and the flags.
+    Raises ConfigError: the file or a value is wrong. A wrong flag ends the program with its usage.
     """
     parser = argparse.ArgumentParser(prog=program, description=kind.__doc__)
     parser.add_argument("--config", type=Path, help="YAML file with the names of the flags")
@@ -357,9 +350,37 @@ def from_flags(
         raise ConfigError("; ".join(problems), hint=f"{program} --help") from error
 
 
+def run_command(
+    kind: type[S],
+    run: Callable[[S, Console], int | None],
+    arguments: Sequence[str] | None,
+    *,
+    program: str,
+    hint: str = " ",
+) -> int:
+    """Runs a command with its settings. Exit status: 1 after an error, 130 after Ctrl-C.
+
+    `hint`: what stands between an error's message and its hint.
+    """
+    console = Console()
+    try:
+        return run(from_flags(kind, arguments, program=program), console) or 0
+    except EnvserverError as error:
+        console.print(f"[red]{error.message}[/]{hint}{error.hint}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
 def end_at_sigterm(number: int, frame: object) -> NoReturn:
     """Handles SIGTERM like Ctrl-C, so that everything is closed and all processes are ended."""
     raise SystemExit(128 + number)
+
+
+def end_with_parent() -> None:
+    """The kernel ends this process when the one that started it has died."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM)
 
 
 def _from_file(path: Path | None) -> Values:

@@ -1,8 +1,5 @@
-"""Gets batches from a server over its native wire or the Atropos wire.
-
-In: a server's address. Out: batches of groups in the same form on both wires, each acknowledged
-when a checkpoint contains what was learned from it.
-"""
+"""Batches from a server, over its native wire or the Atropos wire, in the same form; new weights to
+the engine, checked, and their version to the server."""
 
 from __future__ import annotations
 
@@ -10,19 +7,32 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Final, Protocol
+from types import TracebackType
+from typing import Any, Final, Self
 
-from envserver_records import EnvserverError, InputError, NotFoundError
+import numpy as np
+from envserver_records import ConfigError, EngineError, EnvserverError, InputError, NotFoundError
 
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup
+from envserver_clients.weights import (
+    LocalFull,
+    Lora,
+    PromptCheck,
+    Published,
+    Transfer,
+    VllmFull,
+    Wire,
+)
 
 from .advantages import AdvantageSettings, group_advantages, rewards_of
 from .checkpoints import CheckpointInfo
+from .examples import Example
 from .guard import SKIPPED, Guard, GuardSettings
+from .policy import Policy
 from .settings import TrainerSettings
 
 log = logging.getLogger(__name__)
@@ -31,26 +41,15 @@ _LEASE_SECONDS: Final = 600.0
 _WAIT_SECONDS: Final = 5.0
 _PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
 """Allows three minutes for a restart of the server."""
+_PATIENCE_SECONDS: Final = 300.0
+_PAUSE_SECONDS: Final = 1.0
+_PASSING: Final = ("engine_unavailable", "engine_timeout")
 
 
-class Source(Protocol):
-    """Provides batches for one trainer."""
-
-    def resume(self, saved: CheckpointInfo) -> None:
-        """Goes back to a checkpoint; step 0 is the beginning. Call this first, once."""
-
-    def batches(self) -> Iterator[Batch]:
-        """Yields batches; ends after a long time without one."""
-
-    def done(self, batch: Batch, checkpoint: str | None) -> None:
-        """Acknowledges a batch; `checkpoint` contains what was learned from it."""
-
-
-class _Leasing(ABC):
-    """Leases batches, and judges what the server drops while none comes.
+class Source(ABC):
+    """Provides batches for one trainer, and judges what the server drops while none comes.
 
     Args:
-        client: an open client.
         idle_seconds: end after this time without a batch.
         groups: per batch.
         guard: how many batches in a row may be replaced as a whole, or dropped by the server.
@@ -77,10 +76,8 @@ class _Leasing(ABC):
         self._guard = Guard(guard or GuardSettings())
 
     def batches(self) -> Iterator[Batch]:
-        """See Source.
-
-        Raises:
-            NothingLearned: all groups of too many batches in a row were replaced or dropped.
+        """Yields batches; ends after a long time without one. Raises NothingLearned: all groups of
+        too many batches in a row were replaced or dropped.
         """
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
@@ -95,8 +92,25 @@ class _Leasing(ABC):
                 self._judge_dropped()
 
     @abstractmethod
+    def resume(self, saved: CheckpointInfo) -> None:
+        """Goes back to a checkpoint; step 0 is the beginning. Call this first, once."""
+
+    def done(self, batch: Batch, checkpoint: str | None) -> None:
+        """Acknowledges a batch; `checkpoint` contains what was learned from it."""
+        self._client.ack(batch, checkpoint=checkpoint)
+
+    @abstractmethod
     def _takes(self, batch: Batch) -> bool:
         """Returns whether to learn from `batch`; gives it back otherwise."""
+
+    def _acknowledge_again(self, saved: CheckpointInfo, checkpoint: str | None = None) -> None:
+        """Repeats the last acknowledgement, which the server may not have received."""
+        if not saved.lease_id:
+            return
+        try:
+            self._client.ack(saved.lease_id, checkpoint=checkpoint)
+        except EnvserverError as error:
+            log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
     def _judge_dropped(self) -> None:
         """Judges the groups that the server dropped since the last batch, a batch at a time."""
@@ -112,7 +126,7 @@ class _Leasing(ABC):
         self._dropped = dropped if enough else before
 
 
-class NativeSource(_Leasing):
+class NativeSource(Source):
     """Leases batches of a run: see `envserver_clients.http`."""
 
     _client: SyncEnvClient
@@ -121,7 +135,7 @@ class NativeSource(_Leasing):
         if saved.step == 0:
             self._client.resume(None)
             return
-        self._acknowledge_again(saved)
+        self._acknowledge_again(saved, saved.name)
         try:
             self._client.resume(saved.name)
         except NotFoundError as error:
@@ -130,15 +144,6 @@ class NativeSource(_Leasing):
                 hint="It has another store, or others got the last batch while this trainer "
                 "was away. Start again with another --output and --run.",
             ) from error
-
-    def _acknowledge_again(self, saved: CheckpointInfo) -> None:
-        """Repeats the last acknowledgement, which the server may not have received."""
-        if not saved.lease_id:
-            return
-        try:
-            self._client.ack(saved.lease_id, checkpoint=saved.name)
-        except EnvserverError as error:
-            log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
 
     def _takes(self, batch: Batch) -> bool:
         if not self._is_usable(batch):
@@ -175,9 +180,6 @@ class NativeSource(_Leasing):
         self._guard.judge({SKIPPED: "equal", "reward_mean": mean} if is_waste else {})
         return bool(equal)
 
-    def done(self, batch: Batch, checkpoint: str | None) -> None:
-        self._client.ack(batch, checkpoint=checkpoint)
-
 
 def _unread(batch: Batch) -> dict[str, str]:
     """Removes groups that cannot be read; returns why, by their ids."""
@@ -194,7 +196,7 @@ def _unreadable(group: ClientGroup) -> str:
     return ""
 
 
-class AtroposSource(_Leasing):
+class AtroposSource(Source):
     """Fetches batches over the Atropos wire.
 
     The server remembers what was fetched, not what a checkpoint contains: after a restart the
@@ -204,26 +206,21 @@ class AtroposSource(_Leasing):
     _client: AtroposTrainerClient
 
     def resume(self, saved: CheckpointInfo) -> None:
-        if saved.lease_id:
-            try:
-                self._client.ack(saved.lease_id)
-            except EnvserverError as error:
-                log.warning("lease %s is not acknowledged again: %s", saved.lease_id, error)
+        self._acknowledge_again(saved)
 
     def _takes(self, batch: Batch) -> bool:
         if unread := _unread(batch):
             log.error("groups are left out: %s", "; ".join(unread.values()))
         return True
 
-    def done(self, batch: Batch, checkpoint: str | None) -> None:
-        self._client.ack(batch)
-
 
 def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
-    """Returns the source of `settings`, and the client that publishes versions (None for the
-    Atropos wire, which has no versions).
+    """The source of `settings`, and the client that publishes versions (None: the Atropos wire has
+    none).
     """
-    idle_seconds = settings.idle_minutes * 60
+    common: dict[str, Any] = {"token": settings.token or None, "retries": _PATIENT}
+    rules: dict[str, Any] = {"groups": settings.groups, "guard": settings.guard()}
+    rules["idle_seconds"] = settings.idle_minutes * 60
     if settings.wire == "atropos":
         stock = AtroposTrainerClient(
             settings.server,
@@ -232,30 +229,120 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
             max_token_length=settings.max_tokens,
             steps=settings.steps or 1_000_000,
             acknowledged=True,
-            token=settings.token or None,
-            retries=_PATIENT,
+            **common,
         )
-        stack.enter_context(stock)
-        source = AtroposSource(
-            stock, idle_seconds=idle_seconds, groups=settings.groups, guard=settings.guard()
-        )
-        return source, None
+        return AtroposSource(stack.enter_context(stock), **rules), None
     client = SyncEnvClient(
         settings.server,
         run=settings.run,
         environments=settings.environments,
         batch_size=settings.groups,
-        token=settings.token or None,
         keep_leases_seconds=_LEASE_SECONDS,
-        retries=_PATIENT,
+        **common,
     )
-    stack.enter_context(client)
     sampling = settings.examples().advantages if settings.dynamic_sampling else None
-    native = NativeSource(
-        client,
-        idle_seconds=idle_seconds,
-        groups=settings.groups,
-        sampling=sampling,
-        guard=settings.guard(),
-    )
-    return native, client
+    return NativeSource(stack.enter_context(client), sampling=sampling, **rules), client
+
+
+class Publisher:
+    """Transfers the weights of `policy` to the engine of `settings`.
+
+    While it is open, a restarted engine gets the weights again. `client` publishes versions and
+    pauses model calls; None: without a server.
+    """
+
+    def __init__(
+        self, settings: TrainerSettings, policy: Policy, client: SyncEnvClient | None
+    ) -> None:
+        self._policy = policy
+        usual = 0.02 if settings.dtype == "float32" else 0.2
+        self._tolerance = settings.check_tolerance or usual
+        self._client = client
+        self._push = _push(settings, client)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._stack.callback(self._push.close)
+        self._stack.enter_context(self._push.watched())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def first_version(self, saved: int) -> int:
+        """The version under which to publish the weights of a checkpoint.
+
+        Versions never decrease: if later steps than the checkpoint's were published, its weights
+        get a new version.
+        """
+        there = -1 if self._client is None else int(self._client.status()["policy_version"])
+        return saved if there <= saved else there + 1
+
+    def publish(self, version: int, examples: Sequence[Example] = ()) -> None:
+        """Transfers the current weights and publishes them as `version`.
+
+        One of `examples` is used to compare engine and policy; empty: no check. Raises EngineError:
+        the engine refused, was away for minutes, or computes different logprobs.
+        """
+        check = _check(self._policy, examples[0], self._tolerance) if examples else None
+        publish = self._attempts(version, check)
+        give_up = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                publish()
+                return
+            except EngineError as error:
+                if error.kind not in _PASSING or time.monotonic() > give_up:
+                    raise
+                log.warning("version %d waits for the engine: %s", version, error)
+            time.sleep(_PAUSE_SECONDS)
+
+    def _attempts(self, version: int, check: PromptCheck | None) -> Callable[[], Published]:
+        """What publishes `version`; it can be called again after a failure."""
+        push = self._push
+        if not isinstance(push, Transfer):
+            return lambda: push.publish(version, self._policy.save, check)
+        sent = push.prepare(version, self._policy.tensors(), check)
+        return lambda: push.send(sent)
+
+
+def _push(
+    settings: TrainerSettings, client: SyncEnvClient | None
+) -> LocalFull | VllmFull | Lora | Transfer:
+    engines = [one.strip() for one in settings.engine.split(",")]
+    sends = settings.weights != "files" and not settings.lora_rank
+    if engines == ["server"] and not (sends and client):
+        raise ConfigError(
+            "The server's engines get weights only if they are sent.",
+            hint="Name the engines, or set weights to gloo or nccl, on the native wire.",
+        )
+    folder = settings.output / "weights"
+    if settings.lora_rank:
+        return Lora(engines, folder, server=client)
+    if sends:
+        wire: Wire = "nccl" if settings.weights == "nccl" else "gloo"
+        return Transfer(
+            "server" if engines == ["server"] else engines,
+            wire=wire,
+            in_flight=settings.in_flight,
+            address=settings.weights_address,
+            server=client,
+        )
+    if settings.engine_kind == "vllm":
+        return VllmFull(engines, folder, server=client, in_flight=settings.in_flight)
+    return LocalFull(engines, folder, server=client, in_flight=settings.in_flight)
+
+
+def _check(policy: Policy, example: Example, tolerance: float) -> PromptCheck:
+    # Without its images, which engines do not take beside tokens that they only score.
+    shown = policy.vision.is_image(example.tokens) if policy.vision else np.zeros(1, bool)
+    kept = ~np.broadcast_to(shown, example.tokens.shape)
+    tokens = example.tokens[kept].tolist()
+    first = int(np.flatnonzero(example.mask[kept])[0])
+    logprobs = policy.prompt_logprobs(tokens)[first - 1 :]
+    return PromptCheck(tokens[:first], tokens[first:], logprobs, tolerance)

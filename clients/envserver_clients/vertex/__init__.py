@@ -1,9 +1,7 @@
 """`python -m envserver_clients.vertex`: supervised tuning by the managed service Vertex AI.
 
-In: rows of `envserver export --to messages`, of `envserver sft build`, or with prompt and
-completion. Out: a tuned model at the service (its endpoint) and, where the service exports one, the
-adapter. Invariants: each step is recorded in the output folder's `state.json` before the
-next begins, so the same command continues after any interruption and never launches a job twice.
+Invariant: each step is recorded in the output folder's `state.json` before the next begins, so the
+same command continues after any interruption and never launches a job twice.
 
 Facts are from Google's public documentation: "Prepare supervised fine-tuning data for Gemini
 models", "About supervised fine-tuning for Gemini models" (limits), "Tune an open model", and the

@@ -1,8 +1,7 @@
 """Creates, reads and lists the service's tuning jobs over REST, with tokens and retries.
 
-In: settings and a request body. Out: jobs as the service describes them. Invariants: no
-message contains a token; `create` looks for a job with its label before it tries again; temporary
-failures are retried with growing pauses.
+Invariants: no message contains a token; `create` looks for a job with its label before it tries
+again; temporary failures are retried with growing pauses.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Tokens:
         self._credentials: Any = None
 
     def current(self, *, anew: bool = False) -> str:
-        """Returns a token; `anew` renews it. Raises ConfigError: there are no credentials."""
+        """Raises ConfigError: there are no credentials."""
         if self._given:
             return self._given
         try:
@@ -102,10 +101,9 @@ class Patience:
 
 
 class TuningJobs:
-    """Manages the tuning jobs of a project in a location; a context manager.
+    """Manages the tuning jobs of a project in a location.
 
-    Args:
-        say: receives a line for each failure that is retried.
+    `say` receives a line for each failure that is retried.
     """
 
     def __init__(
@@ -133,43 +131,46 @@ class TuningJobs:
 
     def create(self, body: Mapping[str, Any]) -> Job:
         """Launches a job, or returns the one with the same run label."""
-        run = body["labels"][RUN]
-        for pause in self._pauses("launching"):
-            if (found := self.find(run)) is not None:
-                return found
-            job = self._once("POST", f"{self._parent}/tuningJobs", json=dict(body))
-            if job is not None:
-                return job
-            pause()
-        raise self._gave_up("launch the job")
+        run, path = body["labels"][RUN], f"{self._parent}/tuningJobs"
+        return self._patiently(
+            "launch the job", lambda: self.find(run) or self._once("POST", path, json=dict(body))
+        )
 
     def get(self, name: str) -> Job:
-        """Returns the job; for errors see `create`."""
-        return self._patiently("GET", name)
+        return self._patiently(f"answer about {name}", lambda: self._once("GET", name))
 
     def find(self, run: str) -> Job | None:
-        """Returns the job with this run label, or None."""
-        page = ""
+        params, path = {"pageSize": "100"}, f"{self._parent}/tuningJobs"
         while True:
-            params = {"pageSize": "100", **({"pageToken": page} if page else {})}
-            found = self._patiently("GET", f"{self._parent}/tuningJobs", params=params)
+            found = self._patiently(
+                f"answer about {path}", lambda: self._once("GET", path, params=params)
+            )
             for job in found.get("tuningJobs", []):
                 if job.get("labels", {}).get(RUN) == run:
                     return dict(job)
-            page = str(found.get("nextPageToken", ""))
-            if not page:
+            params["pageToken"] = str(found.get("nextPageToken", ""))
+            if not params["pageToken"]:
                 return None
 
-    def _patiently(self, method: str, path: str, **more: Any) -> Job:
-        for pause in self._pauses(path):
-            answer = self._once(method, path, **more)
-            if answer is not None:
+    def _patiently(self, what: str, attempt: Callable[[], Job | None]) -> Job:
+        """The first answer that is not None; pauses grow until the patience ends."""
+        until = time.monotonic() + self._patience.seconds
+        backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
+        for tried in itertools.count(1):
+            left = until - time.monotonic()
+            if (answer := attempt()) is not None:
                 return answer
-            pause()
-        raise self._gave_up(f"answer about {path}")
+            pause = backoff.seconds(tried, random.random())
+            if pause > left:
+                break
+            time.sleep(pause)
+        raise EngineUnavailable(
+            f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
+            hint="A launched job continues; the same command watches it again.",
+        )
 
     def _once(self, method: str, path: str, **more: Any) -> Job | None:
-        """Returns the answer; None if a later try may help."""
+        """The answer; None if a later try may help."""
         url = f"{self._base}/{path}"
         for anew in (False, True):
             headers = {"Authorization": f"Bearer {self._tokens.current(anew=anew)}"}
@@ -189,23 +190,6 @@ class TuningJobs:
             f"The service answers {answer.status_code} to {method} {path}: {_error_text(answer)}",
             hint=_HINTS.get(answer.status_code, ""),
             status=answer.status_code,
-        )
-
-    def _pauses(self, what: str) -> Iterator[Callable[[], None]]:
-        """Yields functions that sleep for growing times, until the patience ends."""
-        until = time.monotonic() + self._patience.seconds
-        backoff = Backoff(self._patience.first_pause, _LONGEST_PAUSE, jitter=(0.5, 1.0))
-        for tried in itertools.count(1):
-            left = until - time.monotonic()
-            length = backoff.seconds(tried, random.random())
-            yield lambda length=length: time.sleep(length)  # type: ignore[misc]
-            if length > left:
-                return
-
-    def _gave_up(self, what: str) -> EngineUnavailable:
-        return EngineUnavailable(
-            f"The service did not {what} for {self._patience.seconds / 60:g} minutes.",
-            hint="A launched job continues; the same command watches it again.",
         )
 
 
@@ -240,10 +224,8 @@ def upload(path: Path, url: str) -> None:
 
 
 def download(url: str, folder: Path) -> list[str]:
-    """Downloads all files below a URL; `folder` appears when it is complete.
-
-    Returns:
-        The files' names, relative to the folder.
+    """Downloads all files below a URL; returns their names. `folder` appears when it is
+    complete.
     """
     system, place = _place(url)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as name:
@@ -388,7 +370,7 @@ class VertexSettings(BaseModel):
 
     @property
     def version(self) -> str:
-        """Version of the API: v1beta1 for features of open models."""
+        """v1beta1 for features of open models."""
         return "v1beta1" if self.is_open else "v1"
 
     @property
@@ -409,9 +391,7 @@ class VertexSettings(BaseModel):
 Form = Literal["contents", "messages"]
 
 MOST_BYTES: Final = 1_000_000_000
-"""Maximum size of a file."""
 MOST_EXAMPLES: Final = 1_000_000
-"""Maximum number of training examples."""
 MOST_VALIDATION: Final = 5_000
 BYTES_A_TOKEN: Final = 4
 """A rough estimate: only the service has its tokenizer."""
@@ -420,8 +400,6 @@ _SYSTEM: Final = ("system", "developer")
 
 @dataclass
 class RowCounts:
-    """How many rows became examples, and why others were left out."""
-
     train: int = 0
     validation: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -429,8 +407,6 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The files; `validation` is None if there are no rows for it."""
-
     train: Path
     validation: Path | None
     counts: RowCounts
@@ -448,11 +424,9 @@ def prepare(
 ) -> Prepared:
     """Writes the files; each appears when it is complete.
 
-    Args:
-        most_tokens: maximum length of an example, input and output; rows that are likely longer
-            are left out.
-        share: fraction of `train` that becomes validation if `validation` is empty. The choice
-            depends only on each row's content and the seed.
+    `most_tokens`: maximum length of an example, input and output; rows that are likely longer are
+    left out. `share`: fraction of `train` that becomes validation if `validation` is empty. The
+    choice depends only on each row's content and the seed.
     """
     counts = RowCounts()
     files = {name: folder / f"{name}.jsonl" for name in ("train", "validation")}
@@ -478,7 +452,7 @@ def prepare(
 
 
 def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> dict[str, Any] | str:
-    """Returns a row in the service's form, or the reason to leave it out."""
+    """A row in the service's form, or the reason to leave it out."""
     conversation = read_row(row, place)
     assert isinstance(conversation, Conversation)
     if conversation.tools or any(
@@ -497,7 +471,7 @@ def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> di
 
 
 def _add(turns: list[tuple[str, str]], role: str, text: str) -> None:
-    """Adds a message; adjacent messages of one role are joined, so that roles alternate."""
+    """Adjacent messages of one role are joined, so that roles alternate."""
     if turns and turns[-1][0] == role:
         turns[-1] = (role, f"{turns[-1][1]}\n\n{text}")
     else:

@@ -1,7 +1,7 @@
 """prepare -> upload -> launch -> watch -> fetch; skips the steps that `state.json` has as done.
 
-Invariants: `state.json` is replaced as a whole; `run_id` is chosen before anything is sent,
-and labels the job, so that a launch whose answer was lost is found again.
+`run_id` is chosen before anything is sent, and labels the job, so that a launch whose answer was
+lost is found again.
 """
 
 from __future__ import annotations
@@ -51,14 +51,10 @@ _NAME: Final = "state.json"
 
 @dataclass
 class TuningState:
-    """The progress of a training.
+    """The progress of a training, with the settings that define it.
 
-    Args:
-        settings: the settings that define it; a later command must not change them.
-        files: sha256 of the prepared data, by name.
-        counts: how many rows became examples, and why others were left out.
-        uploaded: URL by name.
-        job: resource name; "" before the launch.
+    `files`: sha256 of the prepared data, by name. `uploaded`: URL by name. `job`: resource name; ""
+    before the launch.
     """
 
     run_id: str
@@ -70,7 +66,6 @@ class TuningState:
 
 
 def open_state(folder: Path, settings: dict[str, Any]) -> TuningState:
-    """Returns the folder's state, or a new one."""
     path = folder / _NAME
     if not path.is_file():
         return TuningState(uuid.uuid4().hex[:16], settings)
@@ -96,7 +91,6 @@ def save(folder: Path, state: TuningState) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file with JSON; it is on disk on return."""
     replace_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -129,7 +123,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def tune(settings: VertexSettings, console: Console) -> None:
-    """Runs the remaining steps."""
     settings.output.mkdir(parents=True, exist_ok=True)
     train, validation = _rows(settings)
     state = open_state(settings.output, _lasting(settings, train, validation))
@@ -159,7 +152,7 @@ def tune(settings: VertexSettings, console: Console) -> None:
 
 
 def body_of(settings: VertexSettings, state: TuningState) -> dict[str, Any]:
-    """Returns the request body of tuningJobs.create."""
+    """The request body of tuningJobs.create."""
     urls = _urls(settings, state)
     hyper: dict[str, Any] = {"epochCount": settings.epochs}
     if settings.tuning_mode == "adapter":

@@ -10,8 +10,7 @@ what to do about each failure. Only `Transfer` needs torch.
 from __future__ import annotations
 
 from .engines import PromptCheck, Timeouts, WeightsMismatch, WeightsNotSaved
-from .full import LocalFull, VllmFull
-from .lora import Lora
+from .full import LocalFull, Lora, VllmFull
 from .push import Published, WeightPush
 from .transfer import Transfer, Wire
 

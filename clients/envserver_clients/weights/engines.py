@@ -1,7 +1,5 @@
-"""Controls one engine over HTTP, or several engines together.
-
-In: a request. Out: the engine's answer, or an `EngineError` that names engine and phase. The paths
-are vLLM's; `envserver_local` has them, too.
+"""Controls one engine over HTTP, or several engines together. The paths are vLLM's;
+`envserver_local` has them, too.
 """
 
 from __future__ import annotations
@@ -63,9 +61,6 @@ class PromptCheck:
             published weights.
         tolerance: maximum difference of one token's logprob. In float32 1e-3 is far above rounding;
             in bfloat16 rounding alone causes about 0.1.
-
-    Raises:
-        InputError: there is nothing to compare, or not one logprob per token.
     """
 
     prompt_ids: Sequence[int]
@@ -84,22 +79,44 @@ class PromptCheck:
     @property
     def size(self) -> int:
         """The number of compared tokens, without the last of several: the engine samples one more
-        token, and the text may already fill its context."""
+        token, and the text may already fill its context.
+        """
         return min(_MOST_TOKENS, max(1, len(self.completion_ids) - 1))
 
     @property
     def ids(self) -> list[int]:
-        """The tokens that the engine scores."""
         return [*self.prompt_ids, *self.completion_ids[: self.size]]
 
     def widest(self, found: Sequence[float]) -> tuple[float, int]:
-        """Returns the largest difference from the engine's logprobs of the completion, and its
-        token's index; NaN counts as infinitely far."""
+        """The largest difference from the engine's logprobs of the completion, and its token's
+        index; NaN counts as infinitely far.
+        """
         pairs = zip(self.logprobs[: self.size], found, strict=True)
         far = [abs(own - engines) for own, engines in pairs]
         sized = [math.inf if math.isnan(one) else one for one in far]
         worst = max(sized)
         return worst, sized.index(worst)
+
+
+def matched(
+    check: PromptCheck, found: Sequence[float], what: str, hint: str, version: int, old: int | None
+) -> float:
+    """The largest difference of the engine's logprobs from the trainer's; `old`: the last correct
+    version. Raises WeightsMismatch: it is too large.
+    """
+    difference, token = check.widest(found)
+    if difference > check.tolerance:
+        raise WeightsMismatch(
+            f"Its logprobs for {what} differ from the trainer's: "
+            f"by {difference:.3g} at token {token}; {check.tolerance:g} is allowed.",
+            hint=hint,
+            version=version,
+            old_version=old,
+            difference=difference,
+            tolerance=check.tolerance,
+            token=token,
+        )
+    return difference
 
 
 Json = dict[str, Any]
@@ -146,27 +163,23 @@ class Timeouts:
     transfer: float = 60.0
 
 
-class EngineControl:
-    """Controls the engine at `url` (with or without `/v1`).
+def root_of(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
 
-    Args:
-        api_key: the engine's `--api-key`; "": none.
-    """
+
+class EngineControl:
+    """Controls the engine at `url` (with or without `/v1`)."""
 
     def __init__(self, url: str, timeouts: Timeouts, api_key: str = "") -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = root_of(url)
         self._timeouts = timeouts
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = ServersClient(self.url, headers=headers)
 
     def close(self) -> None:
-        """Closes the connections."""
         self._http.close()
 
     def reach(self) -> None:
-        """Checks that the engine answers.
-        Raises EngineUnavailable: it does not answer, or reports that it is unhealthy.
-        """
         self._ask("GET", "/health", "reach", self._timeouts.reach)
 
     def pause(self, mode: Literal["abort", "wait", "keep"]) -> None:
@@ -174,7 +187,6 @@ class EngineControl:
         self._post("/pause", "pause", self._timeouts.pause, params={"mode": mode})
 
     def resume(self) -> None:
-        """Continues sampling. Idempotent."""
         self._post("/resume", "resume", self._timeouts.other)
 
     def reload(self, method: str, folder: Path) -> None:
@@ -183,9 +195,7 @@ class EngineControl:
         self._post("/collective_rpc", "load", self._timeouts.load, json=body)
 
     def must_know(self, method: str) -> None:
-        """Checks that the engine's workers have a method.
-        Raises EngineRefused: they do not have it.
-        """
+        """Raises EngineRefused: the engine's workers do not have the method."""
         try:
             self._post("/collective_rpc", "reach", self._timeouts.reach, json={"method": method})
         except EngineUnavailable:
@@ -196,8 +206,7 @@ class EngineControl:
     def reset_prefix_cache(self, *, of_kept_calls: bool) -> None:
         """Drops what was computed with other weights.
 
-        Args:
-            of_kept_calls: also for paused calls, which compute it again when they continue.
+        `of_kept_calls`: also for paused calls, which compute it again when they continue.
         """
         params = {"reset_running_requests": "true"} if of_kept_calls else {}
         give_up = time.monotonic() + self._timeouts.reset
@@ -213,21 +222,22 @@ class EngineControl:
             time.sleep(_RESET_PAUSE_SECONDS)
 
     def name_weights(self, name: str) -> None:
-        """Sets the name of the weights, which the engine reports with each token."""
+        """The engine reports the name with each token."""
         self._post(
             "/update_weight_version", "name", self._timeouts.other, json={"new_version": name}
         )
 
     def weights(self) -> str:
-        """Returns the name of its weights; a restarted engine has a name that is not ours."""
+        """The name of its weights; a restarted engine has a name that is not ours."""
         return str(self._ask("GET", "/weight_info", "name", self._timeouts.other)["weight_version"])
 
     def world_size(self) -> int:
-        """Returns the number of the engine's ranks that take weights."""
+        """The number of the engine's ranks that take weights."""
         return int(self._ask("GET", "/get_world_size", "reach", self._timeouts.reach)["world_size"])
 
     def init_weight_transfer(self, about: Json) -> None:
         """Connects the engine to a trainer that waits at the address in `about`.
+
         Raises EngineRefused: it was started without `--weight-transfer-config`.
         """
         path, seconds = "/init_weight_transfer_engine", self._timeouts.transfer + _MARGIN_SECONDS
@@ -257,7 +267,6 @@ class EngineControl:
         self._post("/update_weights", "send", seconds, json={"update_info": about})
 
     def finish_weight_update(self, name: str) -> None:
-        """Uses the new weights under `name`."""
         self._finish_weight_update({"weight_version": name})
 
     def _start_weight_update(self) -> None:
@@ -267,13 +276,13 @@ class EngineControl:
         self._post("/finish_weight_update", "send", self._timeouts.load, json=body)
 
     def checksums(self) -> dict[str, str]:
-        """Returns the SHA-256 of each of its parameters, by the engine's names."""
+        """The SHA-256 of each of its parameters, by the engine's names."""
         body = {"action": "checksum"}
         answer = self._post("/weight_checker", "compare", self._timeouts.load, json=body)
         return {str(name): str(digest) for name, digest in answer.get("checksums", {}).items()}
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Loads a LoRA adapter as `name`, replacing an adapter of that name."""
+        """Replaces an adapter of that name."""
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         self._post("/v1/load_lora_adapter", "load", self._timeouts.load, json=body)
 
@@ -283,13 +292,14 @@ class EngineControl:
         self._post("/v1/unload_lora_adapter", "unload", self._timeouts.other, json=body)
 
     def models(self) -> list[str]:
-        """Returns the names of its models, including adapters."""
+        """The names of its models, including adapters."""
         listed = self._ask("GET", "/v1/models", "list", self._timeouts.other)
         return [str(card["id"]) for card in listed["data"]]
 
     def adapters_in_use(self) -> set[str]:
-        """Returns the adapters that running or waiting calls need, as the engine last reported;
-        engines that do not report it keep needed adapters by themselves."""
+        """The adapters that running or waiting calls need, as the engine last reported; engines
+        that do not report it keep needed adapters by themselves.
+        """
         response = self._response("GET", "/metrics", "list", self._timeouts.other)
         newest = max(
             _IN_USE.finditer(response.text), key=lambda found: float(found["at"]), default=None
@@ -300,10 +310,8 @@ class EngineControl:
         return {name.strip() for name in names.split(",")} - {""}
 
     def logprobs(self, check: PromptCheck, model: str | None) -> list[float]:
-        """Returns the engine's logprobs for the tokens of `check`.
-
-        Args:
-            model: the model's name; None: the first one that it serves.
+        """The engine's logprobs for the tokens of `check`; `model` None: the first that it
+        serves.
         """
         body = {
             "model": model or self.models()[0],
@@ -389,9 +397,8 @@ def together(
 ) -> dict[str, T]:
     """Runs `step` for all engines at once; returns the results by url.
 
-    Raises:
-        EngineError: at least one failed; `detail["engines"]` names them. A permanent failure takes
-            precedence over one that a retry may solve.
+    Raises EngineError: at least one failed; `detail["engines"]` names them. A permanent failure
+    takes precedence over one that a retry may solve.
     """
     done, failed = attempt(engines, step)
     if failed:
@@ -417,7 +424,6 @@ def attempt(
 
 
 def joined(failed: Mapping[str, EngineError], of: int, phase: str) -> EngineError:
-    """Returns one error for those of several engines."""
     first = min(failed.values(), key=lambda error: isinstance(error, EngineUnavailable))
     which = "; ".join(f"{url}: {error.message}" for url, error in failed.items())
     how_many = "The engine failed" if of == 1 else f"{len(failed)} of {of} engines failed"
@@ -426,6 +432,5 @@ def joined(failed: Mapping[str, EngineError], of: int, phase: str) -> EngineErro
 
 
 def controls(urls: str | Collection[str], timeouts: Timeouts, api_key: str) -> list[EngineControl]:
-    """Returns a control for each engine."""
     listed = [urls] if isinstance(urls, str) else list(urls)
     return [EngineControl(url, timeouts, api_key) for url in listed]

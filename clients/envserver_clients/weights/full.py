@@ -1,9 +1,9 @@
-"""Transfers all weights of a model to engines that reload them from a folder.
+"""Transfers all weights of a model to engines that reload them from a folder; or LoRA adapters.
 
-In: a version and how to save it. Out: engines that sample with it. Invariants: no token is
-sampled between the old weights and the new. A failure before the first engine is changed leaves
-everything as it was. A later failure leaves all engines (and the server's calls) paused, so that
-nothing is sampled with unknown weights, until `publish` is called again and succeeds.
+Invariants: no token is sampled between the old weights and the new. A failure before the first
+engine is changed leaves everything as it was. A later failure leaves all engines (and the server's
+calls) paused, so that nothing is sampled with unknown weights, until `publish` is called again and
+succeeds.
 
     reach    every engine answers                              else: nothing changes
     save     write the files                                   else: nothing changes
@@ -17,14 +17,16 @@ nothing is sampled with unknown weights, until `publish` is called again and suc
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from envserver_records import EngineError, EngineTimeout, EngineUnavailable
 
-from .engines import EngineControl, PromptCheck, WeightsMismatch, together
+from .engines import EngineControl, PromptCheck, matched, together
 from .push import FolderPush, InFlight, Phases, Published, Save
 
 log = logging.getLogger(__name__)
@@ -39,8 +41,6 @@ _FILES: Final = ("config.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class _Given:
-    """The version that the engines must have."""
-
     version: int
     folder: Path
     check: PromptCheck | None
@@ -53,14 +53,12 @@ class _Given:
 class _Full(FolderPush):
     """See `FolderPush` for the arguments.
 
-    Args:
-        in_flight: what happens to running calls: "drain" (they end first), "keep" (they continue
-            with the new weights; each token has its version if the server works with tokens),
-            "abort" (they are repeated).
+    `in_flight`: what happens to running calls: "drain" (they end first), "keep" (they continue with
+    the new weights; each token has its version if the server works with tokens), "abort" (they are
+    repeated).
     """
 
     method: ClassVar[str]
-    """The engine's method that reloads weights."""
     probe: ClassVar[str] = ""
     """A method that exists where `method` does; "": every engine has `method`."""
 
@@ -80,7 +78,6 @@ class _Full(FolderPush):
         """Whether all engines and the server certainly have the same version."""
 
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
-        """See `WeightPush`."""
         with self._lock:
             phases = Phases()
             with phases.phase("reach"):
@@ -101,7 +98,6 @@ class _Full(FolderPush):
             return Published(version, None, folder, urls, difference, phases.seconds)
 
     def restore(self) -> list[str]:
-        """See `WeightPush`."""
         with self._lock:
             given = self._given
             if given is None or not self._agreed:
@@ -147,10 +143,8 @@ class _Full(FolderPush):
                 raise
 
     def _give(self, given: _Given, phases: Phases) -> float | None:
-        """Loads the weights into the paused engines, resumes and checks them.
-
-        Returns:
-            The largest difference of all engines.
+        """Loads the weights into the paused engines, resumes and checks them; returns the largest
+        difference of all engines.
         """
         self._agreed = False
         seen, kept = self._seen(given.folder), self._in_flight == "keep"
@@ -177,14 +171,13 @@ class _Full(FolderPush):
 
 
 class LocalFull(_Full):
-    """Transfers weights to `python -m envserver_local`; see `WeightPush`."""
+    """Transfers weights to `python -m envserver_local`."""
 
     method = "reload_weights"
 
 
 class VllmFull(_Full):
-    """Transfers weights to vLLM with our worker extension (`envserver.models.vllm_extension`); see
-    `WeightPush`.
+    """Transfers weights to vLLM with our worker extension (`envserver.models.vllm_extension`).
 
     On a CPU vLLM's own reload does not change the output layer of models with tied embeddings.
     """
@@ -202,41 +195,167 @@ def _load(engine: EngineControl, method: str, folder: Path, name: str, *, kept: 
 def checked(
     engine: EngineControl, version: int, check: PromptCheck | None, *, old: int | None
 ) -> float | None:
-    """Returns the largest difference of the engine's logprobs from the trainer's; None: no check.
+    """The largest difference of the engine's logprobs from the trainer's; None: no check.
 
-    Args:
-        old: the last correct version.
-
-    Raises:
-        EngineUnavailable: it was restarted meanwhile, with its initial weights.
-        WeightsMismatch: they differ too much.
+    `old`: the last correct version. Raises EngineUnavailable: it was restarted meanwhile, with its
+    initial weights. WeightsMismatch: they differ too much.
     """
-    widest = None if check is None else check.widest(engine.logprobs(check, None))
+    scored = None if check is None else engine.logprobs(check, None)
     wanted = weights_name(version)
     if (name := engine.weights()) != wanted:
         raise EngineUnavailable(
             f"It has the weights {name!r}, not {wanted!r}: it was restarted meanwhile.",
             hint="Publish again.",
         )
-    if check is None or widest is None:
+    if check is None or scored is None:
         return None
-    if widest[0] > check.tolerance:
-        raise WeightsMismatch(
-            f"Its logprobs for version {version} differ from the trainer's: "
-            f"by {widest[0]:.3g} at token {widest[1]}; {check.tolerance:g} is allowed.",
-            hint=f"It is paused; the last correct version is {'none' if old is None else old}. "
-            "Compare its dtype and model with the trainer's (see "
-            "envserver_clients/weights/README.md), then publish again; to continue without, "
-            "POST /resume to the engine.",
-            version=version,
-            old_version=old,
-            difference=widest[0],
-            tolerance=check.tolerance,
-            token=widest[1],
-        )
-    return widest[0]
+    hint = (
+        f"It is paused; the last correct version is {'none' if old is None else old}. "
+        "Compare its dtype and model with the trainer's (see "
+        "envserver_clients/weights/README.md), then publish again; to continue without, "
+        "POST /resume to the engine."
+    )
+    return matched(check, scored, f"version {version}", hint, version, old)
 
 
 def weights_name(version: int) -> str:
-    """Returns the name that engines have for the weights of `version`."""
+    """The name that engines have for the weights of `version`."""
     return f"version-{version}"
+
+
+_ADAPTER_FILES: Final = ("adapter_config.json", "adapter_model.safetensors")
+
+
+class Lora(FolderPush):
+    """Transfers adapters to vLLM with `--enable-lora`, or to the local engine; see `FolderPush`.
+
+    Each version is a separate model, such as `policy@17`. Nothing is paused: the server uses the
+    new name as soon as it knows the version, and running calls finish with the adapter that they
+    began with. Invariants: a name means one adapter; adapters that calls need, or may ask for, stay
+    loaded and keep their files.
+
+    Args:
+        name: the model name before the version. Start the server with
+            `--openai.model_name 'policy@{version}'`.
+        keep: number of last versions that stay loaded, so that calls which waited long before they
+            were sent still find their adapter.
+    """
+
+    def __init__(
+        self,
+        engine_url: str | Sequence[str],
+        folder: Path,
+        name: str = "policy",
+        *,
+        keep: int = 4,
+        **settings: Any,
+    ) -> None:
+        super().__init__(engine_url, folder, keep=keep, **settings)
+        self._name = name
+        self._named = re.compile(rf"{re.escape(name)}@(\d+)")
+        self._loaded: dict[int, Path] = {}
+        """The folders of the adapters that every engine should have, by version."""
+
+    def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
+        with self._lock:
+            phases = Phases()
+            with phases.phase("reach"):
+                self._server_takes(version)
+                together(self._engines, "reach", EngineControl.reach)
+            with phases.phase("save"):
+                folder = self._folders.save(version, save, _ADAPTER_FILES)
+            try:
+                with phases.phase("load"):
+                    together(
+                        self._engines, "load", lambda engine: self._load(engine, version, folder)
+                    )
+                with phases.phase("check"):
+                    found = together(
+                        self._engines, "check", lambda engine: self._checked(engine, version, check)
+                    )
+            except BaseException:
+                self._take_back(version)
+                raise
+            self._loaded[version] = folder
+            with phases.phase("publish"):
+                if self._server is not None:
+                    self._server.publish_policy_version(version)
+            with phases.phase("unload"):
+                self._unload_old(version)
+            differences = [one for one in found.values() if one is not None]
+            return Published(
+                version,
+                self._model(version),
+                folder,
+                tuple(engine.url for engine in self._engines),
+                max(differences, default=None),
+                phases.seconds,
+            )
+
+    def restore(self) -> list[str]:
+        with self._lock:
+            mended = []
+            for engine in self._engines:
+                with suppress(EngineError):
+                    there = set(engine.models())
+                    lost = [one for one in self._loaded if self._model(one) not in there]
+                    for version in reversed(lost):  # the current version first
+                        self._load(engine, version, self._loaded[version])
+                    if lost:
+                        log.warning("%s lost versions %s; they are loaded again", engine.url, lost)
+                        mended.append(engine.url)
+            return mended
+
+    def _model(self, version: int) -> str:
+        return f"{self._name}@{version}"
+
+    def _load(self, engine: EngineControl, version: int, folder: Path) -> None:
+        engine.load_adapter(self._model(version), self._seen(folder))
+
+    def _checked(
+        self, engine: EngineControl, version: int, check: PromptCheck | None
+    ) -> float | None:
+        if check is None:
+            return None
+        old = max((one for one in self._loaded if one != version), default=None)
+        hint = (
+            f"It is not published; {'nothing' if old is None else self._model(old)} is "
+            "served as before. Compare the engine's base model and dtype with the trainer's, "
+            "and lora_alpha, rank and layers with the engine's."
+        )
+        scored = engine.logprobs(check, self._model(version))
+        return matched(check, scored, self._model(version), hint, version, old)
+
+    def _take_back(self, version: int) -> None:
+        """Unloads a version that was not published; restores one that was published before."""
+        before = self._loaded.get(version)
+
+        def back(engine: EngineControl) -> None:
+            if before is not None:
+                self._load(engine, version, before)
+            elif self._model(version) in engine.models():
+                engine.unload_adapter(self._model(version))
+
+        self._quietly(f"take {self._model(version)} back", back)
+
+    def _unload_old(self, version: int) -> None:
+        kept = set(sorted(one for one in self._loaded if one <= version)[-self._keep :])
+        needed = set(kept)
+        try:
+            for engine in self._engines:
+                needed |= self._unload_from(engine, kept)
+        except EngineError as error:
+            # An engine may still need any of the files.
+            log.warning("old adapters stay until the next version: %s", error)
+            return
+        self._loaded = {one: path for one, path in self._loaded.items() if one in needed}
+        self._folders.keep(needed)
+
+    def _unload_from(self, engine: EngineControl, kept: set[int]) -> set[int]:
+        """Unloads adapters that are not in `kept` and that no call needs; returns those in use."""
+        there = {int(found[1]) for found in map(self._named.fullmatch, engine.models()) if found}
+        used = engine.adapters_in_use()
+        busy = {one for one in there | set(self._loaded) if self._model(one) in used}
+        for version in sorted(there - kept - busy):
+            engine.unload_adapter(self._model(version))
+        return busy

@@ -1,8 +1,8 @@
 """The interface between a trainer and its engines, and what its implementations share.
 
-Invariants: a folder `version-17` is complete and on disk (written under another name,
-synced, renamed) and never written again. Saving the version again makes `version-17.1`, because an
-engine may still read the first folder and caches what it computed by its path.
+Invariants: a folder `version-17` is complete and on disk (written under another name, synced,
+renamed) and never written again. Saving the version again makes `version-17.1`, because an engine
+may still read the first folder and caches what it computed by its path.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
@@ -48,12 +49,9 @@ class WeightFolders:
     def save(self, version: int, save: Save, wanted: Collection[str]) -> Path:
         """Saves a version with `save`; returns its folder.
 
-        Args:
-            wanted: patterns of files; each must match a file afterwards.
-
-        Raises:
-            WeightsNotSaved: the disk is full, or `save` raised an error; nothing remains.
-            InputError: `save` did not write the files that engines need.
+        `wanted`: patterns of files; each must match a file afterwards. Raises WeightsNotSaved: the
+        disk is full, or `save` raised an error; nothing remains. InputError: `save` did not write
+        the files that engines need.
         """
         unfinished = self._folder / f"{_UNFINISHED}{version}-{os.getpid()}"
         try:
@@ -74,7 +72,7 @@ class WeightFolders:
         return final
 
     def versions(self) -> dict[int, list[Path]]:
-        """Returns the folders of each version, the oldest first."""
+        """The folders of each version, the oldest first."""
         found: dict[int, list[tuple[int, Path]]] = {}
         for path in self._folder.iterdir() if self._folder.is_dir() else ():
             if named := _NAME.fullmatch(path.name):
@@ -216,12 +214,10 @@ class PushBase:
         self._lock = threading.RLock()
 
     def close(self) -> None:
-        """Closes the connections to the engines."""
         for engine in self._engines:
             engine.close()
 
     def restore(self) -> list[str]:
-        """See `WeightPush`."""
         raise NotImplementedError
 
     @contextmanager
@@ -257,7 +253,7 @@ class PushBase:
             )
 
     def _hold_calls(self, in_flight: InFlight) -> None:
-        """Stops calls at the server; those that do not end in time are aborted."""
+        """Calls that do not end in time are aborted."""
         if self._server is None:
             return
         seconds = self._timeouts.drain
@@ -268,10 +264,14 @@ class PushBase:
     def _quietly(self, what: str, step: Callable[[EngineControl], None]) -> None:
         """Runs `step` at every engine; failures are only logged."""
         for engine in self._engines:
-            try:
-                step(engine)
-            except EngineError as error:
-                log.warning("%s: could not %s: %s", engine.url, what, error)
+            quietly(engine.url, what, partial(step, engine))
+
+
+def quietly(url: str, what: str, step: Callable[[], object]) -> None:
+    try:
+        step()
+    except EnvserverError as error:
+        log.warning("%s: could not %s: %s", url, what, error)
 
 
 class FolderPush(PushBase):
@@ -300,7 +300,6 @@ class FolderPush(PushBase):
         self._engine_folder = engine_folder or self._folder
 
     def _seen(self, folder: Path) -> Path:
-        """Returns `folder` as the engines see it."""
         return self._engine_folder / folder.relative_to(self._folder)
 
 
@@ -312,7 +311,6 @@ class Phases:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time of the block as phase `name`."""
         begun = time.monotonic()
         try:
             yield

@@ -1,9 +1,8 @@
 """Sends all weights of a model to engines over the network, by vLLM's weight-transfer API.
 
-In: a version and the model's tensors. Out: engines that sample with it. Invariants: no token
-is sampled between the old weights and the new; an engine that fails is named, stays paused, and
-gets no calls until it has the published weights; the others go on. Only when all fail is the
-version not published.
+Invariants: no token is sampled between the old weights and the new; an engine that fails is named,
+stays paused, and gets no calls until it has the published weights; the others go on. Only when all
+fail is the version not published.
 
     copy     the tensors, in buckets, on the CPU      walked once, whatever happens later
     reach    engines answer and are connected         none does: nothing changes
@@ -30,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from envserver_records import EngineError, EngineUnavailable, EnvserverError, InputError
+from envserver_records import EngineError, EngineUnavailable, InputError
 
 from .engines import (
     CHANGING,
@@ -40,9 +39,10 @@ from .engines import (
     attempt,
     controls,
     joined,
+    root_of,
 )
 from .full import PAUSE_MODES, checked, weights_name
-from .push import InFlight, Phases, Published, PushBase
+from .push import InFlight, Phases, Published, PushBase, quietly
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,8 +59,7 @@ _LOOK_SECONDS: Final = 0.0005
 class Bucket:
     """Tensors that are sent together.
 
-    Args:
-        payload: uint8[N]: the tensors' bytes, each padded to a multiple of ALIGNMENT.
+    `payload`: uint8[N]: the tensors' bytes, each padded to a multiple of ALIGNMENT.
     """
 
     names: list[str]
@@ -71,7 +70,7 @@ class Bucket:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Names, dtypes and shapes, by which an engine unpacks it."""
+        """By which an engine unpacks it."""
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes}
 
     def tensors(self) -> Iterator[Tensor]:
@@ -87,8 +86,8 @@ class Bucket:
 
 
 def packed(tensors: NamedTensors, most_bytes: int) -> list[Bucket]:
-    """Returns the tensors in buckets of at most `most_bytes`; a larger tensor has its own.
-    Raises InputError: there is none.
+    """The tensors in buckets of at most `most_bytes`; a larger tensor has its own. Raises
+    InputError: there is none.
     """
     buckets: list[Bucket] = []
     waiting: list[tuple[str, Tensor]] = []
@@ -133,22 +132,17 @@ class Link(Protocol):
     """A connection to all ranks of one engine."""
 
     def send(self, bucket: Bucket) -> None:
-        """Sends a bucket while the engine's update is open.
-
-        Raises:
-            EngineError: it did not take it; the connection is not usable any more.
+        """Sends a bucket while the engine's update is open. After an EngineError the connection is
+        not usable any more.
         """
 
 
 def connect(engine: EngineControl, wire: Wire, seconds: float, address: str = "") -> Link:
     """Connects to an engine; one that was connected to another trainer leaves that.
 
-    Args:
-        seconds: the longest wait for one bucket.
-        address: this machine's, as the engine sees it. Default: the one that reaches the engine.
-
-    Raises:
-        EngineError: it was not started for this, or does not answer.
+    `seconds`: the longest wait for one bucket. `address`: this machine's, as the engine sees it.
+    Default: the one that reaches the engine. Raises EngineError: it was not started for this, or
+    does not answer.
     """
     here = address or _address_towards(engine.url)
     world = 1 + engine.world_size()
@@ -177,7 +171,6 @@ class _Gloo:
         self._group: Any = _both(engine, about, lambda: ProcessGroupGloo(store, 0, world, options))
 
     def send(self, bucket: Bucket) -> None:
-        """See `Link`."""
         about = {**bucket.about, "sha256": bucket.sha256}
         with ThreadPoolExecutor(1) as pool:
             taken = pool.submit(self._engine.update_weights, about)
@@ -208,7 +201,6 @@ class _Nccl:
         self._group: Any = _both(engine, {**about, "rank_offset": 1}, lambda: trainer_init(about))
 
     def send(self, bucket: Bucket) -> None:
-        """See `Link`."""
         import torch
 
         with ThreadPoolExecutor(1) as pool:
@@ -361,13 +353,8 @@ class Transfer(PushBase):
             return self._publish(prepared, Phases({"copy": prepared.seconds}))
 
     def restore(self) -> list[str]:
-        """Sends the published weights to engines that lost or failed to take them, or came later.
-
-        Returns:
-            The urls of these engines. One that does not answer is tried again the next time.
-
-        Raises:
-            EngineError: an engine loaded them and computes different logprobs.
+        """Sends the published weights to engines that lost or failed to take them, or came later;
+        otherwise as `WeightPush.restore`.
         """
         with self._lock:
             given = self._given
@@ -429,7 +416,7 @@ class Transfer(PushBase):
         )
 
     def _fleet(self) -> list[EngineControl]:
-        """Returns the engines; those of the server are asked for anew."""
+        """The engines; those of the server are asked for anew."""
         if self._asks_server and self._server is not None:
             known = {engine.url: engine for engine in self._engines}
             rows = [row for row in self._server.engines() if row["id"] and not row["name"]]
@@ -439,7 +426,8 @@ class Transfer(PushBase):
 
     def _connect(self, engine: EngineControl) -> None:
         """Connects to an engine, unless the connection of the last transfer is there and it still
-        has what was sent by it."""
+        has what was sent by it.
+        """
         sent, _ = self._links.get(engine.url, ("", None))
         if engine.weights() == sent:
             return
@@ -509,17 +497,17 @@ class Transfer(PushBase):
             self._links.pop(url, None)
             for engine in self._engines:
                 if engine.url == url:
-                    _quietly(url, "pause it", partial(engine.pause, "abort"))
-                    _quietly(url, "name its weights", partial(engine.name_weights, CHANGING))
+                    quietly(url, "pause it", partial(engine.pause, "abort"))
+                    quietly(url, "name its weights", partial(engine.name_weights, CHANGING))
             if self._server is not None:
                 for row in self._rows(url):
-                    _quietly(url, "set it aside", partial(self._server.pause_engine, row["id"]))
+                    quietly(url, "set it aside", partial(self._server.pause_engine, row["id"]))
 
     def _tell(self, url: str, version: int, *, only_if_unknown: bool = False) -> None:
         for row in self._rows(url):
             known = row["standing"] == "used" and row["weights_version"] == version
             if self._server is not None and not (only_if_unknown and known):
-                _quietly(
+                quietly(
                     url,
                     "tell the server its version",
                     partial(self._server.resume_engine, row["id"], version),
@@ -529,7 +517,7 @@ class Transfer(PushBase):
         if self._server is None:
             return []
         rows = self._server.engines()
-        return [row for row in rows if row["id"] and _root(str(row["url"])) == url]
+        return [row for row in rows if row["id"] and root_of(str(row["url"])) == url]
 
 
 class _Survivors:
@@ -549,14 +537,3 @@ class _Survivors:
                 raise EngineError("There are no engines.", hint="GET /v1/engines lists them.")
             raise joined(self.failed, len(self.failed), phase)
         return done
-
-
-def _quietly(url: str, what: str, step: Callable[[], object]) -> None:
-    try:
-        step()
-    except EnvserverError as error:
-        log.warning("%s: could not %s: %s", url, what, error)
-
-
-def _root(url: str) -> str:
-    return url.rstrip("/").removesuffix("/v1")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from envserver_local import weights
+from envserver_local.__main__ import Options
 from envserver_local.generation import Generator, Settings, chosen, filtered
 from envserver_local.kv_cache import NAME
-from envserver_local.options import Options
 from envserver_local.server import Loaded, check, load
 from envserver_local.text import Row, Sampling
 from envserver_local.weights import Adapters

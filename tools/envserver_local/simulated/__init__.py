@@ -11,4 +11,3 @@ from __future__ import annotations
 from pathlib import Path
 
 ASSETS = Path(__file__).parent / "assets"
-"""The folder with tokenizer.json and tokenizer_config.json."""

@@ -1,6 +1,6 @@
 """Computes the answer to a request body: all that the simulated engine does except waiting.
 
-What always holds: the same seed and the same requests in the same order give the same answers;
+Invariants: the same seed and the same requests in the same order give the same answers;
 `/v1/chat/completions`, `/v1/completions` and `/generate` give the same tokens for the same prompt
 and the same `seed`; a token's logprob is the same wherever it is reported.
 
@@ -48,12 +48,9 @@ from .tokenizer import (
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions that end an answer early.
+    """Conditions that end an answer early; `max_tokens` is at least 1, and no stop string empty.
 
-    Args:
-        max_tokens: at least 1.
-        stops: stop strings, none empty.
-        keep_stop: whether the text keeps the stop string or the stop token.
+    `keep_stop`: the text keeps the stop string or the stop token.
     """
 
     max_tokens: int
@@ -76,7 +73,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 def completed(
     tokenizer: SimTokenizer, prompt: Prompt, sampled: list[int], ending: Ending, key: str
 ) -> Completion:
-    """Returns the answer `sampled` after `prompt`, up to what ends it first.
+    """The answer `sampled` after `prompt`, up to what ends it first.
 
     As in vLLM, a stop string cuts the text, but all sampled tokens stay, including the one that
     completed the stop string; the end-of-turn token and stop tokens have no text. If the ids do not
@@ -97,7 +94,7 @@ def completed(
 
 
 def _cut(ids: list[int], ending: Ending, im_end: int) -> tuple[list[int], str, int | str | None]:
-    """Returns the ids up to a stop token or the limit, how they end, and the stop token."""
+    """The ids up to a stop token or the limit, how they end, and the stop token."""
     for place, index in enumerate(ids[: ending.max_tokens] if ending.stop_token_ids else ()):
         if index in ending.stop_token_ids and index != im_end:
             return ids[: place + 1], "stop", index
@@ -106,7 +103,7 @@ def _cut(ids: list[int], ending: Ending, im_end: int) -> tuple[list[int], str, i
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
-    """Returns start, end and text of the stop string completed first; ties: the first listed."""
+    """Start, end and text of the stop string completed first; ties: the first listed."""
     found = [(text.find(stop), stop) for stop in stops]
     spans = [(start, start + len(stop), stop) for start, stop in found if start >= 0]
     return min(spans, key=lambda span: span[1], default=None)
@@ -149,7 +146,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def chunks(self) -> Iterator[Json]:
-        """Yields the answer token by token, one token of each choice in turn."""
+        """The answer token by token, one token of each choice in turn."""
         head = self._head("chat.completion.chunk")
         for index in range(len(self.sampled.completions)):
             delta = {"role": "assistant", "content": ""}
@@ -162,16 +159,10 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
             yield {**head, "choices": [], "usage": usage([self.sampled])}
 
     def _head(self, kind: str) -> Json:
-        return {
-            "id": f"chatcmpl-{self.sampled.completions[0].key}",
-            "object": kind,
-            "created": self.created,
-            "model": MODEL,
-            "system_fingerprint": FINGERPRINT,
-        }
+        return _head(f"chatcmpl-{self.sampled.completions[0].key}", kind, self.created)
 
     def _parsed(self, completion: Completion) -> tuple[str | None, list[Json]]:
-        """Returns content and calls; without tools in the request nothing is parsed as a call."""
+        """Content and calls; without tools in the request nothing is parsed as a call."""
         if self.choice == "none":
             return completion.text, []
         content, calls = parsed(completion.text)
@@ -220,7 +211,6 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _steps(self, number: int) -> Iterator[Json]:
-        """Yields the choices of one completion's chunks, one per token."""
         completion = self.sampled.completions[number]
         _, calls = self._parsed(completion)
         scored = self._logprobs(completion) if self.body.logprobs else None
@@ -265,13 +255,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return [(one.prompt, completion) for one in self.sampled for completion in one.completions]
 
     def _head(self) -> Json:
-        return {
-            "id": f"cmpl-{self.sampled[0].completions[0].key}",
-            "object": "text_completion",
-            "created": self.created,
-            "model": MODEL,
-            "system_fingerprint": FINGERPRINT,
-        }
+        key = self.sampled[0].completions[0].key
+        return _head(f"cmpl-{key}", "text_completion", self.created)
 
     def _choice(self, prompt: Prompt, completion: Completion) -> Json:
         scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
@@ -329,7 +314,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sampled: Sampled
 
     def whole(self) -> Json:
-        """Returns the answer; each position of `logprobs` is a list of one `{id: logprob}`."""
+        """Each position of `logprobs` is a list of one `{id: logprob}`."""
         completions = self.sampled.completions
         answer: Json = {
             "text": [completion.text for completion in completions],
@@ -351,6 +336,11 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return answer
 
 
+def _head(name: str, kind: str, created: int) -> Json:
+    head = {"id": name, "object": kind, "created": created}
+    return {**head, "model": MODEL, "system_fingerprint": FINGERPRINT}
+
+
 def usage(sampled: list[Sampled]) -> Json:
     asked = sum(len(one.prompt.ids) for one in sampled)
     said = sum(len(completion.ids) for one in sampled for completion in one.completions)
@@ -360,7 +350,7 @@ def usage(sampled: list[Sampled]) -> Json:
 def _ranked(
     tokenizer: SimTokenizer, prompt: Prompt, completion: Completion, top: int
 ) -> list[list[tuple[int, float]]]:
-    """Returns for each token its id and logprob, then likely others: `top` in all, at least one."""
+    """For each token its id and logprob, then likely others: `top` in all, at least one."""
     sampled = list(zip(completion.ids, completion.logprobs, strict=True))
     if top < 2:
         return [[pair] for pair in sampled]
@@ -388,7 +378,7 @@ def _prompt_logprobs(
 
 
 def _deltas(tokenizer: SimTokenizer, completion: Completion, calls: list[Json]) -> Iterator[Json]:
-    """Yields what each token adds to the message; the tags around calls add nothing."""
+    """What each token adds to the message; the tags around calls add nothing."""
     text = completion.text
     _, ends = tokenizer.offsets(completion.ids)
     spans = call_spans(text, [call["function"] for call in calls])
@@ -420,7 +410,7 @@ def _name(tokenizer: SimTokenizer, index: int, as_ids: bool) -> str:
 
 
 def _by_name(tokenizer: SimTokenizer, row: list[tuple[int, float]], as_ids: bool) -> Json:
-    """Returns logprobs by token text; of tokens with the same text the more likely one counts."""
+    """Logprobs by token text; of tokens with the same text the more likely one counts."""
     named: Json = {}
     for index, value in row:
         named.setdefault(_name(tokenizer, index, as_ids), value)
@@ -439,11 +429,8 @@ _REMEMBERED_PROMPTS = 16_384
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """An answer that is ready, and how to deliver it.
 
-    Args:
-        answer: returns itself whole; streaming endpoints also in chunks.
-        fault: the simulated fault during delivery.
-        tokens: length of the longest choice: the steps a model would have needed.
-        stream: whether the request asked for chunks.
+    `answer` returns itself whole; streaming endpoints also in chunks. `fault`: simulated during
+    delivery. `tokens`: length of the longest choice: the steps a model would have needed.
     """
 
     answer: ChatAnswer | CompletionAnswer | GenerateAnswer | Fixed
@@ -452,7 +439,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
 
     def chunks(self) -> Iterator[Json | None]:
-        """Yields the chunks of the answer; a last None means that the connection breaks."""
+        """A last None means that the connection breaks."""
         if not isinstance(self.answer, ChatAnswer | CompletionAnswer):
             raise refusal("This endpoint does not stream.", param="stream")
         if self.fault != "disconnect":
@@ -479,9 +466,8 @@ class Planner:
         self._asked: OrderedDict[tuple[str, int, int], int] = OrderedDict()
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
-        """Returns the answer to a POST at once, without waiting.
-
-        The `detail` of an EngineRefused holds `status` and `param`.
+        """The answer to a POST at once, without waiting. The `detail` of an EngineRefused holds
+        `status` and `param`.
         """
         if not isinstance(body, dict):
             raise refusal("The body must be a JSON object.")
@@ -594,7 +580,7 @@ class Planner:
         return "error" if failed else "disconnect" if broken else None
 
     def _count(self, rollout_id: str, prompt: Prompt) -> int:
-        """Returns how often this was requested before, so that repeated requests differ."""
+        """How often this was requested before, so that repeated requests differ."""
         asked = (rollout_id, len(prompt.ids), prompt.fold)
         count = self._asked.pop(asked, 0)
         self._asked[asked] = count + 1
@@ -603,7 +589,7 @@ class Planner:
         return count
 
     def _prompts(self, prompt: Any) -> list[Prompt]:
-        """Returns the prompts of a request: a text, ids, or a list of either."""
+        """A request's prompt is a text, ids, or a list of either."""
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
         return [self._one_prompt(one) for one in (prompt if several else [prompt])]
 
@@ -674,7 +660,7 @@ def _plan(
 
 
 def _nonce(body: Body, asked: int) -> str:
-    """Returns a key that distinguishes the samples of one prompt."""
+    """A key that distinguishes the samples of one prompt."""
     if body.seed is not None:
         return f"seed {body.seed}"
     return "greedy" if body.temperature == 0 else f"sample {asked}"

@@ -1,8 +1,8 @@
 """The simulated engine: vLLM's endpoints without a model, for tests, load and demos.
 
-In: request bodies of vLLM. Out: vLLM's answers, with real token ids and consistent logprobs; a
-script (policy.py) makes the text. Answers are recognisable: the model is called "sim", owned by
-"envserver-simulated", and their `system_fingerprint` is "envserver-sim".
+Answers have real token ids and consistent logprobs; a script (policy.py) makes the text. They are
+recognisable: the model is called "sim", owned by "envserver-simulated", and their
+`system_fingerprint` is "envserver-sim".
 """
 
 from __future__ import annotations
@@ -51,8 +51,6 @@ Opening = tuple[tuple[str, str], ...]
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The `answers` of one conversation; `rollout`: the recorded rollout that it belongs to."""
-
     rollout: str
     answers: list[str]
 
@@ -94,7 +92,6 @@ class Transcript:
         return transcript
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """Returns the recorded text of the next assistant turn."""
         keys = _keys(conversation.messages)
         opening = next((one for one in keys if one in self._recordings), None)
         if opening is None:
@@ -110,7 +107,7 @@ class Transcript:
         return Said(without_specials(answers[turn]))
 
     def _of_rollout(self, rollout: str, opening: Opening) -> Recording:
-        """Returns what this rollout plays after `opening`, always the same."""
+        """What this rollout plays after `opening`, always the same."""
         if rollout not in self._playing:
             self._playing[rollout] = (self._taken(opening).rollout, {})
             if len(self._playing) > _REMEMBERED_ROLLOUTS:
@@ -122,7 +119,7 @@ class Transcript:
         return chosen[opening]
 
     def _of_nobody(self, opening: Opening, conversation: Conversation, turn: int) -> Recording:
-        """Returns a recording that begins as this conversation does."""
+        """A recording that begins as this conversation does."""
         if not turn:
             return self._taken(opening)
         so_far = _answers(conversation.messages)
@@ -131,14 +128,14 @@ class Transcript:
         return max(same, key=lambda one: len(one.answers), default=recordings[0])
 
     def _taken(self, opening: Opening) -> Recording:
-        """Returns the recordings of an opening in turn."""
+        """The recordings of an opening in turn."""
         recordings = self._recordings[opening]
         self._next[opening] += 1
         return recordings[(self._next[opening] - 1) % len(recordings)]
 
 
 def _keys(messages: list[Message]) -> Iterator[Opening]:
-    """Yields the opening with and without system messages, which may hold the time or the tools."""
+    """The opening with and without system messages, which may hold the time or the tools."""
     opening = []
     for message in messages:
         if message["role"] == "assistant":
@@ -164,7 +161,7 @@ def _conversations(text: str, path: Path) -> Iterator[tuple[str, list[Message]]]
 
 
 def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the JSON documents with their places: the whole file, or else its lines."""
+    """The JSON documents with their places: the whole file, or else its lines."""
     try:
         yield str(path), json.loads(text)
         return
@@ -180,9 +177,8 @@ def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
-    """Yields the conversations of a group, of a unified trajectory or of a plain row.
-
-    Each with the rollout that it belongs to ("" if there is none).
+    """The conversations of a group, of a unified trajectory or of a plain row, each with the
+    rollout that it belongs to ("" if there is none).
     """
     if not isinstance(document, dict):
         return
@@ -276,7 +272,6 @@ class SimEngine:
         yield self._streamed(plan, deadline)
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
-        """See `Planner.plan`."""
         return self._planner.plan(path, body, rollout_id)
 
     @property

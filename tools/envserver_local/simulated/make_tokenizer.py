@@ -1,8 +1,8 @@
 """`python -m envserver_local.simulated.make_tokenizer` makes the simulated engine's tokenizer.
 
-In flows `assets/corpus.txt` and the words of the policy, all written for this project; out flow
-`assets/tokenizer.json` and `assets/tokenizer_config.json`, a folder that also loads with
-transformers' AutoTokenizer. The same text gives the same bytes (a test holds this).
+From `assets/corpus.txt` and the words of the policy, all written for this project, it makes a
+folder that also loads with transformers' AutoTokenizer. The same text gives the same bytes (a test
+holds this).
 
 Three rules make the ids compositional, so that a prompt may be encoded in pieces and a completion
 on its own: digits stand alone, newlines stand alone, and special tokens split the text first.
@@ -49,7 +49,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """Returns what transformers reads in addition to tokenizer.json."""
+    """What transformers reads in addition to tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": LARGEST_CONTEXT,

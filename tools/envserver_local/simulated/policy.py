@@ -1,7 +1,7 @@
 """Decides what the simulated model says next: a script with random choices, not a language model.
 
-What always holds: the same seed, key and conversation give the same text; the text holds no special
-token; unless a fault is drawn, calls name a tool of the request and have canonical arguments.
+Invariants: the same seed, key and conversation give the same text; the text holds no special token;
+unless a fault is drawn, calls name a tool of the request and have canonical arguments.
 
 With a demonstration the policy plays it turn by turn, in words of its own around it, and answers
 right with the configured probability; else the last turn's answer is spoiled. Without one it
@@ -64,11 +64,10 @@ class Turn(msgspec.Struct, frozen=True):
 def faulty(
     turn: Turn, rates: SimConfig, rng: random.Random, *, tools: dict[str, Any], free: bool
 ) -> Said | None:
-    """Returns what is said instead of `turn`, or None: it is said as it is.
+    """What is said instead of `turn`, or None: it is said as it is.
 
-    Args:
-        tools: schemas of the offered tools, by name.
-        free: the request does not force a call, so a model could write anything.
+    `tools`: schemas of the offered tools, by name. `free`: the request does not force a call, so a
+    model could write anything.
     """
     # Each rate has its own number, so that one rate does not move what another one hits.
     refuses, repeats, malforms, breaks = (rng.random() for _ in range(4))
@@ -112,7 +111,7 @@ def _is_json(content: str) -> bool:
 
 
 def _broken(content: str, rng: random.Random) -> str:
-    """Returns JSON that no parser accepts: cut off, or with a comma too many."""
+    """JSON that no parser accepts: cut off, or with a comma too many."""
     text = content.rstrip()
     if rng.random() < 0.5:
         return text[: rng.randrange(1, len(text))]
@@ -123,11 +122,9 @@ _REMEMBERED_TEXTS = 4096
 
 
 class Solution(msgspec.Struct, frozen=True):
-    """A demonstration that is played.
+    """A demonstration: the assistant's messages, one per turn.
 
-    Args:
-        turns: the assistant's messages, one per turn.
-        exact: they are played word for word, with no sentence before or after them.
+    `exact`: they are played word for word, with no sentence before or after them.
     """
 
     turns: list[Message]
@@ -135,10 +132,8 @@ class Solution(msgspec.Struct, frozen=True):
 
 
 class Solver(Protocol):
-    """Finds the demonstration of the task that a conversation is about."""
-
     def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
-        """Returns its demonstration, or None if none is known.
+        """The demonstration of a conversation's task, or None if none is known.
 
         `rollout_id` is "" for requests from outside. Called for every request on the event loop, so
         it must be fast.
@@ -152,7 +147,7 @@ class RolloutSolver:
         self._solutions: dict[str, Solution] = {}
 
     def assign(self, rollout_id: str, turns: list[Message] | None, *, exact: bool = False) -> None:
-        """Assigns a demonstration to `rollout_id`; None: it has none. `exact`: see Solution."""
+        """None: the rollout has no demonstration. `exact`: see Solution."""
         if turns:
             self._solutions[rollout_id] = Solution(turns, exact)
         else:
@@ -169,11 +164,8 @@ class TextSolver:
     """Demonstrations by the question's text, which must occur in a user's message.
 
     The last user message with a known question decides, and in it the question that ends last (a
-    prompt may show others as examples), the longer of two that end together.
-
-    Args:
-        tasks: question and demonstration; of equal questions the last counts, empty ones do not.
-        exact: see Solution.
+    prompt may show others as examples), the longer of two that end together. Of equal questions the
+    last counts, empty ones do not.
     """
 
     def __init__(self, tasks: Iterable[tuple[str, list[Message]]], *, exact: bool = False) -> None:
@@ -230,11 +222,8 @@ _NOT_PROSE = ("{", "[", "<")
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """Constraints on an answer.
 
-    Args:
-        rollout_id: "" if there is none.
-        choice: "none", "auto", "required" or the name of a tool that must be called.
-        parallel: whether several calls in one turn are allowed.
-        response_format: OpenAI's field.
+    `choice`: "none", "auto", "required" or the name of a tool that must be called. `parallel`:
+    several calls in one turn are allowed. `response_format`: OpenAI's field.
     """
 
     rollout_id: str = ""
@@ -250,19 +239,14 @@ class Speaker(Protocol):
 
 
 class Policy:
-    """Plays demonstrations and babbles; see the module."""
-
     def __init__(self, config: SimConfig, solver: Solver | None) -> None:
         self._seed = config.seed
         self._config = config
         self._solver = solver
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        """Returns the text of the next assistant turn.
-
-        Args:
-            fate: decides whether the task is solved; equal for all turns of a rollout.
-            key: decides the wording.
+        """`fate` decides whether the task is solved; equal for all turns of a rollout. `key`
+        decides the wording.
         """
         rng = generator(self._seed, "words", key)
         tools = _callable_tools(conversation, wish)
@@ -311,13 +295,13 @@ class Policy:
 
 
 def generator(seed: int, purpose: str, key: str) -> random.Random:
-    """Returns a random generator that is the same on every machine for the same arguments."""
+    """A random generator that is the same on every machine for the same arguments."""
     digest = hashlib.blake2b(f"{seed}|{purpose}|{key}".encode(), digest_size=8).digest()
     return random.Random(int.from_bytes(digest, "little"))
 
 
 def playable(turns: list[Turn], names: set[str]) -> list[Turn]:
-    """Returns the turns that can be played with these tools.
+    """The turns that can be played with these tools.
 
     A turn that calls another tool is left out, except the last, which then says its answer.
     """
@@ -338,7 +322,7 @@ def as_text(turn: Turn) -> str:
 
 
 def spoiled(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> Turn:
-    """Returns the turn with a wrong answer: in its last call, or else in its text.
+    """The turn with a wrong answer: in its last call, or else in its text.
 
     Wrong arguments are still valid for the call's tool.
     """
@@ -353,7 +337,7 @@ def spoiled(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> Turn:
 
 
 def worded(turn: Turn, rng: random.Random) -> Turn:
-    """Returns the turn with up to three sentences before it, on a separate line."""
+    """The turn with up to three sentences before it, on a separate line."""
     if turn.content.startswith(_NOT_PROSE):
         return turn
     openers = rng.sample(OPENERS, rng.choice((0, 1, 1, 2, 2, 3)))
@@ -364,13 +348,13 @@ def worded(turn: Turn, rng: random.Random) -> Turn:
 def drawn_call(
     conversation: Conversation, wish: Wish, rng: random.Random
 ) -> tuple[str, str] | None:
-    """Returns a call of one of the offered tools with valid arguments; None without tools."""
+    """A call of one of the offered tools with valid arguments; None without tools."""
     tools = _callable_tools(conversation, wish)
     return _drawn_call(tools, rng) if tools else None
 
 
 def without_specials(text: str) -> str:
-    """Returns `text` without anything that would become a special token."""
+    """`text` without anything that would become a special token."""
     while any(special in text for special in (END_OF_TEXT, IM_START, IM_END)):
         for special in (END_OF_TEXT, IM_START, IM_END):
             text = text.replace(special, "")

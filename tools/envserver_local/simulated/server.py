@@ -1,6 +1,6 @@
 """The simulated engine over HTTP, with vLLM's paths.
 
-What always holds: every answer names its maker (`server: envserver-sim`); a wrong request gets an
+Invariants: every answer names its maker (`server: envserver-sim`); a wrong request gets an
 OpenAI-style error with HTTP 4xx. A simulated disconnect closes the connection in the middle of the
 body, as a server that died does.
 """
@@ -8,30 +8,23 @@ body, as a server that died does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import orjson
 import uvicorn
-from envserver_records.errors import EngineRefused
+from envserver_records.errors import ConfigError, EngineRefused
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from envserver.settings.config import SimConfig
 
-from ..serving import (
-    ProgramsOnly,
-    QuietServer,
-    decoded,
-    error_answer,
-    json_answer,
-    listening_socket,
-    missing,
-    url_of,
-)
 from .answers import FINGERPRINT, Plan
 from .engine import FAILED, SimEngine
 from .policy import Solver
@@ -83,12 +76,10 @@ async def serve_sim(
     listening: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serves until `stop` is set or the task is cancelled.
+    """Serves until `stop` is set (open requests get two seconds) or the task is cancelled.
 
-    Args:
-        port: 0 takes a free one.
-        listening: called with the base URL (with /v1) as soon as connections are accepted.
-        stop: set it to stop; open requests get two seconds.
+    Port 0 takes a free one. `listening` is called with the base URL (with /v1) as soon as
+    connections are accepted.
     """
     with listening_socket(host, port) as listener:
         server = QuietServer(
@@ -146,3 +137,97 @@ async def _half(payload: bytes) -> AsyncIterator[bytes]:
 
 async def _missing(request: Request, error: Exception) -> Response:
     return error_answer(missing(request, error), _HEADERS)
+
+
+# What this engine shares with the one on transformers: sockets, decoding, OpenAI-style errors.
+
+_BACKLOG = 1024
+_STATUS_NAMES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves signals to its caller."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Port 0 takes a free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # The protocol is named because asyncio turns Nagle's algorithm off only where it is: without,
+    # every answer waits 40 ms for the client's delayed acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"Cannot listen at {host}:{port}: {error.strerror or error}.") from error
+    return listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """The base URL of a listening engine, with /v1."""
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listener.getsockname()[1]}/v1"
+
+
+class ProgramsOnly:
+    """Middleware that refuses pages in a browser."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and any(map(_is_of_a_page, scope["headers"])):
+            message = "This engine answers programs, not pages in a browser."
+            error = {"message": message, "type": "PermissionDenied", "code": 403}
+            body = orjson.dumps({"error": error})
+            answer = Response(body, 403, media_type="application/json")
+            await answer(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_of_a_page(header: tuple[bytes, bytes]) -> bool:
+    name, value = header
+    return name == b"origin" or (name == b"sec-fetch-site" and value != b"none")
+
+
+async def decoded(request: Request) -> Any:
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise EngineRefused(f"The body is not JSON: {error}.", status=400) from error
+
+
+def error_body(error: EngineRefused) -> dict[str, Any]:
+    """`error` as OpenAI's API writes it."""
+    status = int(error.detail.get("status", 400))
+    problem = {
+        "message": error.message,
+        "type": _STATUS_NAMES.get(status, "BadRequestError"),
+        "param": error.detail.get("param"),
+        "code": status,
+    }
+    return {"error": problem}
+
+
+def json_answer(
+    payload: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(orjson.dumps(payload), status, headers, media_type="application/json")
+
+
+def error_answer(error: EngineRefused, headers: Mapping[str, str] | None = None) -> Response:
+    body = error_body(error)
+    return json_answer(body, body["error"]["code"], headers)
+
+
+def missing(request: Request, error: Exception) -> EngineRefused:
+    """The error for a path or a method that the engine does not have."""
+    status = getattr(error, "status_code", 404)
+    return EngineRefused(f"There is no {request.method} {request.url.path}.", status=status)

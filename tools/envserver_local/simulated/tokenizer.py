@@ -1,12 +1,11 @@
 """Text to token ids and back, and messages to the prompt's text and back; the conversation of a
 request is the same whether an agent sends messages or a proxy sends the prompt's ids.
 
-What always holds:
-- the ids of a text are the ids of its lines and special tokens put one after the other, so a prompt
-  followed by a completion has the ids of the one followed by the ids of the other;
-- `parsed(text)` gives the message that `assistant_text` turns into exactly `text` again.
-Together: a conversation to which the returned message is appended unchanged has a prompt that
-begins with the ids of the earlier prompt and completion.
+Invariants: the ids of a text are the ids of its lines and special tokens put one after the other,
+so a prompt followed by a completion has the ids of the one followed by the ids of the other;
+`parsed(text)` gives the message that `assistant_text` turns into exactly `text` again. Together: a
+conversation to which the returned message is appended unchanged has a prompt that begins with the
+ids of the earlier prompt and completion.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _mixed(values: U64) -> U64:
 
 
 def _table() -> Logprobs:
-    """Returns log-probabilities at evenly spaced quantiles: mostly near zero, with a tail."""
+    """Log-probabilities at evenly spaced quantiles: mostly near zero, with a tail."""
     quantile = (np.arange(_BINS, dtype=np.float64) + 0.5) / _BINS
     return (-(0.001 + 3.0 * quantile**6 - 0.15 * np.log1p(-quantile))).astype(np.float32)
 
@@ -73,24 +72,22 @@ class Logits:
         self._table = _table()
 
     def fold(self, ids: Sequence[int]) -> int:
-        """Returns the fold of `ids` as a whole prefix."""
         tokens = np.asarray(ids, dtype=np.intp)
         return int((self._mix[tokens] * self._powers[: len(tokens)]).sum(dtype=np.uint64))
 
     def joined(self, fold: int, length: int, next_fold: int) -> int:
-        """Returns the fold of `length` tokens with fold `fold`, followed by others with
-        `next_fold`."""
+        """The fold of `length` tokens with fold `fold`, followed by others with `next_fold`."""
         return (fold + int(self._powers[length]) * next_fold) & _MASK
 
     def score(self, fold: int, length: int, ids: Sequence[int]) -> Logprobs:
-        """Returns logprobs `[len(ids)]` of `ids` after a prefix with this length and fold."""
+        """Logprobs `[len(ids)]` of `ids` after a prefix with this length and fold."""
         tokens = np.asarray(ids, dtype=np.intp)
         return self._look_up(self._before(fold, length, tokens), tokens)
 
     def alternatives(
         self, fold: int, length: int, ids: Sequence[int], count: int
     ) -> list[list[tuple[int, float]]]:
-        """Returns per position up to `count` other tokens, all less likely than the actual one.
+        """Per position up to `count` other tokens, all less likely than the actual one.
 
         Each has the logprob that `score` would give it there, the most likely first. They are drawn
         from the vocabulary by the prefix; more likely tokens are not listed.
@@ -155,7 +152,7 @@ class SimTokenizer:
         self._template = environment.from_string(source)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of `text`; special tokens in the text become special ids."""
+        """Special tokens in the text become special ids."""
         text.encode()
         ids: list[int] = self._bpe.encode(text, add_special_tokens=False).ids
         return ids
@@ -176,18 +173,17 @@ class SimTokenizer:
         return Prompt(ids, fold, text)
 
     def prompt_of_ids(self, ids: list[int]) -> Prompt:
-        """Returns a prompt made of ids, each below `size`."""
         fold = self.logits.fold(ids) if len(ids) <= LARGEST_CONTEXT else 0
         return Prompt(ids, fold, self.decode(ids, special=True))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Returns the text of `ids`: broken UTF-8 becomes U+FFFD; special tokens on request."""
+        """Broken UTF-8 becomes U+FFFD; special tokens on request."""
         skipped = () if special else self.special_ids
         pieces = [self.bytes_of[index] for index in ids if index not in skipped]
         return b"".join(pieces).decode("utf-8", "replace")
 
     def offsets(self, ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Returns the text of `ids` without special tokens, and its length after each id.
+        """The text of `ids` without special tokens, and its length after each id.
 
         A character counts from the token that completes it; an incomplete one is left out.
         """
@@ -209,7 +205,7 @@ class SimTokenizer:
         *,
         add_generation_prompt: bool = True,
     ) -> str:
-        """Returns the prompt's text; contents are text, arguments of calls JSON text or objects."""
+        """Contents are text, arguments of calls JSON text or objects."""
         return self._template.render(
             messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
         )
@@ -227,12 +223,12 @@ class SimTokenizer:
 
 @lru_cache(maxsize=1)
 def shared_tokenizer() -> SimTokenizer:
-    """Returns the tokenizer shared by all engines of this process; it never changes."""
+    """The tokenizer shared by all engines of this process; it never changes."""
     return SimTokenizer()
 
 
 def canonical_arguments(arguments: Any) -> str:
-    """Returns arguments of a call, JSON text or an object, as canonical JSON text."""
+    """Arguments of a call, JSON text or an object, as canonical JSON text."""
     try:
         text = arguments if isinstance(arguments, str) else _to_json(arguments)
         return _to_json(_DECODER.decode(text))
@@ -241,7 +237,7 @@ def canonical_arguments(arguments: Any) -> str:
 
 
 def assistant_text(message: Message) -> str:
-    """Returns the model's text for `message`; arguments of calls must be canonical JSON text."""
+    """The model's text for `message`; arguments of calls must be canonical JSON text."""
     content = message.get("content") or ""
     calls = [
         f'{_CALL_OPENS}{{"name": {_to_json(call["function"]["name"])}, '
@@ -252,7 +248,7 @@ def assistant_text(message: Message) -> str:
 
 
 def parsed(text: str) -> tuple[str | None, list[tuple[str, str]]]:
-    """Returns the content and the calls (name, arguments as JSON text) in `text`.
+    """The content and the calls (name, arguments as JSON text) in `text`.
 
     Anything that is not exactly in the format of `assistant_text` is content.
     """
@@ -274,7 +270,7 @@ class CallSpan(msgspec.Struct, frozen=True):
 
 
 def call_spans(text: str, functions: list[dict[str, str]]) -> list[CallSpan]:
-    """Returns the spans of the calls that `parsed(text)` found, in order."""
+    """The spans of the calls that `parsed(text)` found, in order."""
     spans: list[CallSpan] = []
     for function in reversed(functions):
         # From the end: what stands before the first call is content and may hold anything.
@@ -287,7 +283,7 @@ def call_spans(text: str, functions: list[dict[str, str]]) -> list[CallSpan]:
 
 
 def _calls(text: str, start: int) -> list[tuple[str, str]]:
-    """Returns the calls that follow each other from `start` to the end, or none."""
+    """The calls that follow each other from `start` to the end, or none."""
     calls = []
     while True:
         if not text.startswith(_CALL_OPENS, start):
@@ -328,7 +324,7 @@ def _no_number(name: str) -> None:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Returns byte-level BPE's printable characters (GPT-2's table) and their bytes."""
+    """Byte-level BPE's printable characters (GPT-2's table) and their bytes."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(plain)]
     return {chr(byte): byte for byte in plain} | {
@@ -359,7 +355,7 @@ def refusal(message: str, *, param: str | None = None, status: int = 400) -> Eng
 
 
 def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
-    """Returns the messages with contents as text and arguments of calls as canonical JSON."""
+    """The messages with contents as text and arguments of calls as canonical JSON."""
     if not messages:
         raise refusal("There must be at least one message.", param="messages")
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -378,7 +374,7 @@ def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def conversation_of_text(text: str) -> Conversation:
-    """Parses the conversation in a rendered prompt; text without ChatML is a user's message."""
+    """The conversation in a rendered prompt; text without ChatML is a user's message."""
     blocks = text.split(IM_START)[1:]
     messages: list[Message] = []
     for block in blocks:
@@ -417,7 +413,7 @@ def _text(content: Any, place: str) -> str:
 
 
 def _text_of(part: dict[str, Any]) -> str | None:
-    """Returns a part as text: an image as a word that other images do not have."""
+    """A part as text: an image as a word that other images do not have."""
     image = part.get("image_url")
     if part.get("type") == "image_url" and isinstance(image, dict):
         return f"<image {hashlib.sha256(str(image.get('url')).encode()).hexdigest()[:12]}>"
@@ -547,7 +543,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 def read(body: Any, kind: type[T]) -> T:
-    """Converts `body` to `kind`; the `param` of an EngineRefused is the wrong field's place."""
+    """The `param` of an EngineRefused is the wrong field's place."""
     try:
         return msgspec.convert(body, kind)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -568,7 +564,7 @@ def check_sampling(body: Body) -> None:
 
 
 def check_chat(body: ChatBody, names: set[str]) -> str:
-    """Returns how tools may be used: "none", "auto", "required" or the name of a required tool."""
+    """How tools may be used: "none", "auto", "required" or the name of a required tool."""
     check_sampling(body)
     if body.top_logprobs and not body.logprobs:
         raise refusal("`top_logprobs` needs `logprobs`.", param="top_logprobs")

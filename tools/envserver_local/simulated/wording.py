@@ -199,7 +199,7 @@ _BOXED = "\\boxed{"
 
 
 def spoiled_text(text: str, rng: random.Random) -> str:
-    """Returns `text` with a wrong last `\\boxed{}`, or else last number, or else last word."""
+    r"""`text` with a wrong last `\\boxed{}`, or else last number, or else last word."""
     span = _last_boxed(text)
     if span is None:
         span = _last_answer(text)
@@ -208,7 +208,7 @@ def spoiled_text(text: str, rng: random.Random) -> str:
 
 
 def spoiled_answer(answer: str, rng: random.Random) -> str:
-    """Returns an answer of the same form that never equals `answer`, as text or as a number."""
+    """An answer of the same form that never equals `answer`, as text or as a number."""
     lower = answer.strip().lower()
     if lower in _OPPOSITES:
         return _OPPOSITES[lower]
@@ -224,11 +224,10 @@ def spoiled_answer(answer: str, rng: random.Random) -> str:
 def spoiled_arguments(
     arguments: dict[str, Any], rng: random.Random, schema: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a call's arguments with a wrong `answer`, or else a wrong longest value.
+    """A call's arguments with a wrong `answer`, or else a wrong longest value.
 
-    Args:
-        schema: of the arguments. A wrong value that it does not allow is drawn from it; if it
-            allows no other, the next longest value is made wrong.
+    A wrong value that `schema` does not allow is drawn from it; if it allows no other, the next
+    longest value is made wrong.
     """
     names = sorted(arguments, key=lambda name: (name != "answer", -len(str(arguments[name]))))
     for name in names:
@@ -243,7 +242,7 @@ def spoiled_arguments(
 
 
 def is_valid(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
-    """Returns whether the schema allows the arguments; a schema that is broken allows anything."""
+    """Whether the schema allows the arguments; a schema that is broken allows anything."""
     from jsonschema import Draft202012Validator, SchemaError
 
     try:
@@ -254,7 +253,6 @@ def is_valid(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
 
 
 def _other_values(schema: Any, value: Any, rng: random.Random) -> Iterator[Any]:
-    """Yields values for `schema` that differ from `value`."""
     if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
         others = [one for one in schema["enum"] if one != value]
         yield from rng.sample(others, len(others))
@@ -299,7 +297,7 @@ def _with_other_letter(answer: str, word: re.Match[str], rng: random.Random) -> 
 
 
 def _last_boxed(text: str) -> tuple[int, int] | None:
-    """Returns start and end of the content of the last balanced `\\boxed{}`."""
+    r"""Start and end of the content of the last balanced `\\boxed{}`."""
     start = text.rfind(_BOXED)
     while start >= 0:
         depth = 0

@@ -36,10 +36,8 @@ Tasks = Literal["sums", "many", "half_sort", "half_tool"]
 class Recipe:
     """What a model is taught, and how long.
 
-    Args:
-        flags: settings of the experts' environment by its mode; each has experts of its own.
-        group_size: rollouts of the expert per task.
-        steps, groups, solve_probability: see TinyPlan.
+    `flags`: settings of the experts' environment by its mode; each has experts of its own.
+    `group_size`: rollouts of the expert per task. The others: see TinyPlan.
     """
 
     flags: Mapping[str, Sequence[str]]
@@ -68,11 +66,9 @@ class TinyPlan:
         tasks: sums: up to 9, 155 problems; many: sorting five digits with one answer, sums up to 99
             with a calculator, tens of thousands of problems; half_sort and half_tool: one of these,
             from right answers only, and so few steps that most of its answers are wrong.
-        seed: seed for the experts, the initial weights and the training order.
-        steps: optimizer steps.
+        seed: for the experts, the initial weights and the training order.
         groups: groups of expert rollouts for each mode.
         solve_probability: fraction of rollouts that the expert solves.
-        threads: torch threads.
     """
 
     tasks: Tasks
@@ -122,7 +118,7 @@ async def make_from_experts(
 
 
 async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> Path:
-    """Returns the JSONL file of a `process` run in which the simulated engine plays the expert."""
+    """The JSONL file of a `process` run in which the simulated engine plays the expert."""
     output, log = folder / f"{mode}.jsonl", folder / f"{mode}.log"
     recipe = RECIPES[plan.tasks]
     view.experts(mode, 0)
@@ -159,8 +155,7 @@ async def _experts(mode: str, folder: Path, plan: TinyPlan, view: TinyView) -> P
     return output
 
 
-class _GivenUp(Exception):
-    """Raised when the training has been cancelled."""
+class _GivenUp(Exception): ...
 
 
 async def _trained(experts: list[Path], folder: Path, plan: TinyPlan, view: TinyView) -> None:

@@ -50,12 +50,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One rollout of an expert.
+    """One rollout of an expert; the same expert makes the same one under the same id.
 
-    Args:
-        rollout_id: its id; the same expert makes the same conversation under the same id.
-        right: whether it got the full reward.
-        messages, tools: as sent to the engine.
+    `right`: it got the full reward. `messages`, `tools`: as sent to the engine.
     """
 
     rollout_id: str
@@ -80,7 +77,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Reads all rollouts with a reward from a file of groups, sorted by id."""
+    """All rollouts with a reward in a file of groups, sorted by id."""
     found: list[Conversation] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -135,9 +132,8 @@ _WORDS = (
 
 
 def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
-    """Trains a tokenizer of VOCABULARY tokens; the same texts give the same tokenizer.
-
-    Ids that are left when every word of `texts` is one token stay unused.
+    """A tokenizer of VOCABULARY tokens; the same texts give the same one. Ids that are left when
+    every word of `texts` is one token stay unused.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -216,12 +212,9 @@ _NO_LOSS = -100
 class TrainingPlan:
     """Settings of the training.
 
-    Args:
-        steps: number of optimizer steps.
-        right: share of the steps with rewarded conversations only.
-        batch_tokens: approximate number of tokens per step.
-        learning_rate: maximum; it rises in the first steps and falls to a twentieth.
-        threads: torch threads; another number sums in another order and gives other weights.
+    `right`: share of the steps with rewarded conversations only. `batch_tokens`: approximate number
+    of tokens per step. `learning_rate`: maximum; it rises in the first steps and falls to a
+    twentieth. `threads`: another number sums in another order and gives other weights.
     """
 
     steps: int = 500
@@ -283,7 +276,7 @@ def _row(conversation: Conversation, tokenizer: Tokenizer) -> TrainingRow:
 def _batches(
     kinds: list[list[TrainingRow]], steps: int, plan: TrainingPlan, name: str
 ) -> list[list[TrainingRow]]:
-    """Returns batches of each kind in turn; rows are used equally often, give or take one."""
+    """Batches of each kind in turn; rows are used equally often, give or take one."""
     rng = random.Random(f"{plan.seed}-{name}")
     sizes = [max(1, plan.batch_tokens // max(len(row.ids) for row in kind)) for kind in kinds]
     waiting: list[list[TrainingRow]] = [[] for _ in kinds]
@@ -328,11 +321,8 @@ def make(
     threads: int,
     report: ProgressCallback,
 ) -> None:
-    """Writes the model.
-
-    Args:
-        experts: files of `envserver process`, one for each kind of task; trained on in turn.
-        folder: made here.
+    """Writes the model to `folder`. `experts`: files of `envserver process`, one for each kind of
+    task; trained on in turn.
     """
     kinds = [read_conversations(path) for path in experts]
     tokenizer = trained_tokenizer(texts(one for kind in kinds for one in kind))

@@ -47,11 +47,7 @@ class PassedLimits(Exception):
 
 
 def bounded(work: Callable[[], Any], limits: Limits) -> Any:
-    """Runs `work` and returns its JSON-like value, or the text of the exception it raised.
-
-    Returns:
-        `{"value": ...}` or `{"error": [class name, message]}`.
-    """
+    """Runs `work`; returns `{"value": ...}`, JSON-like, or `{"error": [class name, message]}`."""
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
         # The child runs nothing that needs a lock which another thread may hold for long; if it
@@ -145,12 +141,11 @@ _MOST_RATIO = 2000
 """Highest accepted compression ratio of a member."""
 
 
-class BadArchive(Exception):
-    """The archive is broken or too large, or lacks the member."""
+class BadArchive(Exception): ...
 
 
 def names(data: bytes) -> set[str]:
-    """Returns the members' names; empty if `data` is not an archive."""
+    """Empty if `data` is not an archive."""
     try:
         return set(_opened(data).namelist())
     except BadArchive:

@@ -41,11 +41,8 @@ def marked(text: str, mark: str) -> str:
 
 
 def html_to_text(source: str, base_url: str = "", *, links: bool = True) -> tuple[str, str]:
-    """Returns the title and the text of a page.
-
-    Args:
-        base_url: base of relative links.
-        links: include the targets of links.
+    """The title and the text of a page. `base_url`: of relative links. `links`: include their
+    targets.
     """
     writer = _Writer(base_url, links)
     writer.feed(source)
@@ -246,7 +243,7 @@ _MOST_FILES = 100
 
 
 def eml(data: bytes) -> str:
-    """Converts an internet message: headers, text, names of attachments."""
+    """An internet message: headers, text, names of attachments."""
     message = email.message_from_bytes(data, policy=email.policy.default)
     lines = [f"{name}: {message[name]}" for name in _HEADERS if message[name]]
     body = message.get_body(("plain", "html")) if isinstance(message, EmailMessage) else None
@@ -264,7 +261,7 @@ def _of_part(part: Any) -> str:
 
 
 def msg(data: bytes) -> str:
-    """Converts an Outlook message: headers, text, names of attachments."""
+    """An Outlook message: headers, text, names of attachments."""
     import olefile
 
     with olefile.OleFileIO(io.BytesIO(data)) as file:
@@ -302,7 +299,7 @@ def _bytes(file: Any, folder: list[str], number: str, kind: str) -> bytes:
 
 
 def _times(file: Any) -> dict[int, str]:
-    """Returns the times among the mail's fixed properties, by property number."""
+    """The times among the mail's fixed properties, by property number."""
     if not file.exists("__properties_version1.0"):
         return {}
     data = file.openstream("__properties_version1.0").read()[32:]

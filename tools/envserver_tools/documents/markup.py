@@ -27,8 +27,8 @@ _MARGIN: Final = re.compile(r"word/(header|footer)\d*\.xml")
 
 
 def docx(data: bytes, limits: Limits) -> str:
-    """Returns headers, paragraphs, lists and tables in order, notes, comments, and footers; then
-    what is not shown.
+    """Headers, paragraphs, lists and tables in order, notes, comments, and footers; then what is
+    not shown.
 
     mammoth makes a page of everything between headers and footers, which it does not read.
     """
@@ -82,7 +82,7 @@ def _margin(part: ElementTree.Element, where: str) -> Iterator[str]:
 
 
 def epub(data: bytes, limits: Limits) -> tuple[str, str]:
-    """Returns a book's title and its chapters in order."""
+    """A book's title and its chapters in order."""
     names = bounded.names(data)
     container = _parsed(data, "META-INF/container.xml", limits)
     package = next((e.get("full-path") for e in container.iterfind(".//{*}rootfile")), None)
@@ -109,7 +109,7 @@ class _Open:
 
 
 def opendocument(data: bytes, limits: Limits) -> str:
-    """Returns headings, paragraphs, tables, notes and comments in order; slides are numbered."""
+    """Headings, paragraphs, tables, notes and comments in order; slides are numbered."""
     content, reading = _parsed(data, "content.xml", limits), _Open()
     others = ["styles.xml"] if "styles.xml" in bounded.names(data) else []
     for root in (content, *(_parsed(data, name, limits) for name in others)):
@@ -189,7 +189,7 @@ def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
 
 
 def ods(data: bytes, limits: Limits) -> str:
-    """Returns every sheet as a table, then merged cells, comments and links."""
+    """Every sheet as a table, then merged cells, comments and links."""
     return "\n".join((sheets(data, limits), *_beside_cells(data, limits)))
 
 

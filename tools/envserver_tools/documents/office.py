@@ -33,8 +33,9 @@ _ATTRIBUTE = re.compile(r'(?:\w+:)?(\w+)="([^"]*)"')
 
 
 def xlsx(data: bytes, limits: Limits) -> str:
-    """Returns every sheet as a table with cell addresses: values, formulas and fills; below it
-    what it has beside them."""
+    """Every sheet as a table with cell addresses: values, formulas and fills; below it what it has
+    beside them.
+    """
     import openpyxl
     from openpyxl.worksheet import _read_only, _reader
 
@@ -127,11 +128,8 @@ def _sheet(values: Any, formulas: Any) -> Iterator[str]:
 
 
 def numbered(rows: Iterable[list[str]], most_empty: int) -> Iterator[str]:
-    """Formats the rows of a sheet that are not empty, with their numbers, below the letters of
-    their columns.
-
-    Args:
-        most_empty: consecutive empty rows after which the rest counts as empty.
+    """The rows of a sheet that are not empty, with their numbers, below the letters of their
+    columns. After `most_empty` consecutive empty rows the rest counts as empty.
     """
     empty = headed = 0
     for number, cells in enumerate(rows, start=1):
@@ -172,7 +170,6 @@ def _cell(cell: Any, source: Any) -> str:
 
 
 def _rich(value: Any) -> str:
-    """Formats a value, of which parts may be raised, lowered or struck."""
     if not isinstance(value, list):
         return plain(value)
     return "".join(
@@ -214,7 +211,7 @@ def _fill(cell: Any) -> str:
 
 
 def pptx(data: bytes, limits: Limits) -> str:
-    """Returns each slide's texts, tables, charts, picture names and notes."""
+    """Each slide's texts, tables, charts, picture names and notes."""
     import pptx
 
     return joined(_slides(pptx.Presentation(io.BytesIO(data))), limits.characters)
@@ -352,7 +349,7 @@ _MOST_ROWS = 200_000
 
 
 def sheets(data: bytes, limits: Limits) -> str:
-    """Returns every sheet as a table with cell addresses."""
+    """Every sheet as a table with cell addresses."""
     import python_calamine
 
     book = python_calamine.CalamineWorkbook.from_filelike(io.BytesIO(data))

@@ -11,11 +11,10 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from ..calling import Tool, ToolError, toolbox
+from ..calling import Tool, ToolError, described, integer, toolbox
 from . import bounded as archives
-from . import html, images, markup, media, office
+from . import html, markup, media, office
 from .bounded import Limits, PassedLimits, bounded
 from .html import html_to_text
 
@@ -71,18 +70,14 @@ _TEXT_MARKS = (
 
 
 class DocumentError(ToolError):
-    """The document cannot be read; the message is shown to the model."""
+    """The message is shown to the model."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A document's text.
+    """A document's text, up to the limit.
 
-    Args:
-        kind: "xlsx", "text", "zip" ...
-        text: the whole text, up to the limit.
-        notes: remarks for the reader, such as what was left out.
-        title: the document's title, if it has one.
+    `kind`: "xlsx", "text", "zip" ... `notes`: remarks for the reader, such as what was left out.
     """
 
     kind: str
@@ -117,8 +112,7 @@ def to_text(
         kind: the kind, if the caller knows it ("html").
         base_url: a page's address, for its relative links.
 
-    Raises:
-        DocumentError: the document cannot be read, or exceeds the limits.
+    Raises DocumentError: the document cannot be read, or exceeds the limits.
     """
     limits = limits or Limits()
     if len(data) > limits.input_bytes:
@@ -153,9 +147,7 @@ def read_bytes(
     base_url: str = "",
     limits: Limits | None = None,
 ) -> Text:
-    """Reads a document in this process, with limits on sizes only; library errors propagate.
-    Raises DocumentError: the document cannot be read.
-    """
+    """Reads a document in this process, with limits on sizes only; library errors propagate."""
     limits = limits or Limits()
     steps = [step for step in member.split(MEMBER_MARK) if step] if member else []
     if len(steps) > MOST_NESTING:
@@ -169,7 +161,7 @@ def read_bytes(
     kind = kind or kind_of(data, name)
     try:
         return _read(data, kind, base_url, limits)
-    except (archives.BadArchive, images.BadImage) as error:
+    except (archives.BadArchive, media.BadImage) as error:
         raise DocumentError(f"{name}: {error}") from error
     except ImportError as error:
         raise DocumentError(
@@ -179,7 +171,7 @@ def read_bytes(
 
 
 def kind_of(data: bytes, name: str) -> str:
-    """Returns the kind of a file: a reader's name, "text" or "binary"."""
+    """A reader's name, "text" or "binary"."""
     if data.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         names = archives.names(data)
         kind = next((kind for inner, kind in _OFFICE.items() if inner in names), "zip")
@@ -188,7 +180,7 @@ def kind_of(data: bytes, name: str) -> str:
         return _old_kind(data)
     if data[:1024].lstrip().startswith(b"%PDF-"):
         return "pdf"
-    picture_or_sound = images.kind_of(data) or media.kind_of(data)
+    picture_or_sound = media.image_kind(data) or media.sound_kind(data)
     if picture_or_sound:
         return picture_or_sound
     if _encoding(data) is None:
@@ -230,21 +222,21 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
         head = data[:32].hex(" ")
         size = f"A binary file of {len(data):,} bytes that begins with {head}."
         return Text(kind, _DESCRIBED[kind] + size)
-    if kind in images.KINDS:
-        return Text(kind, images.facts(data))
-    if kind in media.KINDS and _encoding(data) is None:
-        return Text(kind, media.facts(data, kind))
+    if kind in media.IMAGES:
+        return Text(kind, media.image_facts(data))
+    if kind in media.SOUNDS and _encoding(data) is None:
+        return Text(kind, media.sound_facts(data, kind))
     return Text(kind, decoded(data))
 
 
 def decoded(data: bytes) -> str:
-    """Decodes text by its byte order mark, as UTF-8, or byte by byte; line ends become "\\n"."""
+    r"""By its byte order mark, as UTF-8, or byte by byte; line ends become "\ "."""
     text = data.decode(_encoding(data) or "latin-1", errors="replace")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _encoding(data: bytes) -> str | None:
-    """Returns the encoding; None if `data` is not text."""
+    """None if `data` is not text."""
     for mark, encoding in _TEXT_MARKS:
         if data.startswith(mark):
             return encoding
@@ -268,11 +260,7 @@ _MOST_KEPT = 8
 
 
 class DocumentReader:
-    """Reads documents below `folder` only.
-
-    Args:
-        folder: the agent's folder.
-    """
+    """Reads documents below `folder` only. Methods raise ToolError."""
 
     def __init__(self, folder: Path | str, limits: Limits | None = None) -> None:
         self._folder = Path(folder)
@@ -282,15 +270,12 @@ class DocumentReader:
     def read(
         self, path: str, member: str = "", offset: int = 0, limit: int = PAGE_CHARACTERS
     ) -> str:
-        """Returns one page of a document. Raises ToolError."""
         return page_of(self.text(path, member), self._name(path, member), offset, limit)
 
     def find(self, path: str, text: str, member: str = "") -> str:
-        """Finds `text` in a document. Raises ToolError."""
         return found_in(self.text(path, member), self._name(path, member), text)
 
     def text(self, path: str, member: str = "") -> Text:
-        """Returns a whole document. Raises ToolError."""
         if MEMBER_MARK in path and not member:
             path, _, member = path.partition(MEMBER_MARK)
         file = self._file(path)
@@ -328,7 +313,7 @@ class DocumentReader:
 
 
 def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS) -> str:
-    """Returns the page of `text` that starts at `offset`, below a header line."""
+    """The page of `text` that starts at `offset`, below a header line."""
     size = len(text.text)
     if offset and offset >= size:
         raise ToolError(f"{name} ends at character {size:,}; offset {offset:,} is behind that.")
@@ -342,7 +327,7 @@ def page_of(text: Text, name: str, offset: int = 0, limit: int = PAGE_CHARACTERS
 
 
 def found_in(text: Text, name: str, wanted: str) -> str:
-    """Returns the matches of `wanted` in `text`, ignoring case, each with its context."""
+    """The matches of `wanted` in `text`, ignoring case, each with its context."""
     if not wanted.strip():
         raise ToolError("There is nothing to look for.")
     haystack, needle = _folded(text.text), _folded(wanted)
@@ -383,50 +368,29 @@ _MEMBER = {
     "description": "For a zip archive: the member to read, as its listing names it; "
     f"for an archive in an archive: inner.zip{MEMBER_MARK}name.",
 }
-_READ: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "read_document",
-        "description": "The text of a file: spreadsheets (with formulas and fill colours), PDF, "
-        "text documents, slides, mail, books, CSV, JSON, HTML, code, any other text; the members "
-        "of a zip archive; the size of an image and what is noted in it; the length of a sound. "
-        "Long texts come in pages.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": _PATH,
-                "member": _MEMBER,
-                "offset": {
-                    "type": "integer",
-                    "minimum": 0,
-                    "description": "The first character of the page; default 0.",
-                },
-                "limit": {
-                    "type": "integer",
-                    "minimum": 1,
-                    "maximum": MOST_PAGE_CHARACTERS,
-                    "description": f"Characters of the page; default {PAGE_CHARACTERS}.",
-                },
-            },
-            "required": ["path"],
-            "additionalProperties": False,
-        },
+_READ = described(
+    "read_document",
+    "The text of a file: spreadsheets (with formulas and fill colours), PDF, "
+    "text documents, slides, mail, books, CSV, JSON, HTML, code, any other text; the members "
+    "of a zip archive; the size of an image and what is noted in it; the length of a sound. "
+    "Long texts come in pages.",
+    {
+        "path": _PATH,
+        "member": _MEMBER,
+        "offset": integer("The first character of the page; default 0.", minimum=0),
+        "limit": integer(
+            f"Characters of the page; default {PAGE_CHARACTERS}.", maximum=MOST_PAGE_CHARACTERS
+        ),
     },
-}
-_FIND: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "find_in_document",
-        "description": "Where words stand in a file that read_document can read.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "path": _PATH,
-                "text": {"type": "string", "description": "The words to look for."},
-                "member": _MEMBER,
-            },
-            "required": ["path", "text"],
-            "additionalProperties": False,
-        },
+    ["path"],
+)
+_FIND = described(
+    "find_in_document",
+    "Where words stand in a file that read_document can read.",
+    {
+        "path": _PATH,
+        "text": {"type": "string", "description": "The words to look for."},
+        "member": _MEMBER,
     },
-}
+    ["path", "text"],
+)

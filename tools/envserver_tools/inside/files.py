@@ -20,7 +20,6 @@ class Refused(Exception):
 
 
 def root() -> str:
-    """The workspace."""
     return os.path.realpath(os.getcwd())
 
 
@@ -69,7 +68,6 @@ def opened_place(place: str, called: str) -> IO[bytes]:
 
 
 def kind(mode: int) -> str:
-    """The kind of a file in a word."""
     for test, word in (
         (stat.S_ISDIR, "directory"),
         (stat.S_ISLNK, "link"),
@@ -222,7 +220,7 @@ def _bounded(content: str) -> bytes:
 
 
 def _places(data: bytes, part: bytes) -> list[int]:
-    """Returns the positions of `part`, overlapping ones included; the first hundred."""
+    """The positions of `part`, overlapping ones included; the first hundred."""
     found: list[int] = []
     at = data.find(part)
     while at >= 0 and len(found) < MAX_PLACES:

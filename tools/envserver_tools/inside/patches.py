@@ -43,16 +43,12 @@ _NOT_SOURCE = "__pycache__/\n*.py[co]\n.pytest_cache/\n.mypy_cache/\n.ruff_cache
 
 
 def git_patch(repository: str, base: str, most: int) -> dict[str, Any]:
-    """Returns the changes of the files in `repository` since `base`, committed or not.
+    """The changes of the files in `repository` since `base` (a full object id, or HEAD), committed
+    or not.
 
-    Args:
-        base: a full object id, or HEAD.
-        most: maximum size of the patch in bytes.
-
-    Returns:
-        `{"patch": text, its bytes as Latin-1}` or, of a long one, `{"file": its path}`, which the
-        caller removes; `"left_out"`: new files that cannot be in it: repositories inside of this
-        one, unreadable files, and files longer than the limit.
+    Returns `{"patch": text, its bytes as Latin-1}` or, of a long one, `{"file": its path}`, which
+    the caller removes; `"left_out"`: new files that cannot be in it: repositories inside of this
+    one, unreadable files, and files longer than `most` bytes.
     """
     tree = resolve(repository)
     store = os.path.join(tree, ".git")
@@ -210,7 +206,7 @@ class _Git:
 
 
 def _is_strange(tree: str, name: bytes) -> bool:
-    """Returns whether it exists and is neither file, link nor directory: git would fail."""
+    """It exists and is neither file, link nor directory: git would fail."""
     try:
         mode = os.lstat(os.path.join(os.fsencode(tree), name)).st_mode
     except OSError:

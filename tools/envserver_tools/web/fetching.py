@@ -39,7 +39,7 @@ _SAFE = "%/:=&?~#+!$,;'@()*[]|"
 
 
 class BadAddress(ValueError):
-    """The address may not be read; the message says why."""
+    """The message says why the address may not be read."""
 
 
 class PrivateAddress(OSError):
@@ -104,7 +104,7 @@ def check_literal(host: str) -> None:
 
 
 def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Returns whether it is public, even if it is embedded in another address."""
+    """Whether it is public, even if it is embedded in another address."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour
         if inner is None and address in _NAT64:
@@ -124,10 +124,8 @@ def is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
 class Raw:
     """A web server's answer.
 
-    Args:
-        url: the address after all redirects.
-        error: the text for the agent instead of a page; "" if there is a page.
-        lasting: the answer will be the same tomorrow.
+    `url`: after all redirects. `error`: the text for the agent instead of a page; "" if there is a
+    page. `lasting`: the answer will be the same tomorrow.
     """
 
     url: str
@@ -139,7 +137,6 @@ class Raw:
 
     @cached_property
     def digest(self) -> str:
-        """The same for equal answers."""
         facts = json.dumps([self.url, self.status, self.content_type, self.error])
         return hashlib.sha256(facts.encode() + b"\0" + self.body).hexdigest()
 
@@ -170,8 +167,6 @@ _OF_TAVILY = frozenset(
 
 @dataclass(frozen=True)
 class Hit:
-    """One result of a search."""
-
     title: str
     url: str
     text: str
@@ -179,28 +174,25 @@ class Hit:
 
 
 class SearchProvider(Protocol):
-    """Finds pages."""
-
     name: str
 
     def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Selects the options that this provider has and that change the results."""
+        """The options that this provider has and that change the results."""
 
     def of_year(self, year: int) -> dict[str, Any]:
-        """Returns the options for pages of one year only."""
+        """The options for pages of one year only."""
 
-    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
-        """Returns the raw answer."""
+    async def search(
+        self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]
+    ) -> Raw: ...
 
     def hits(self, raw: Raw) -> list[Hit]:
-        """Parses the results. Raises ProviderFailed if it is not an answer."""
+        """Raises ProviderFailed: it is not an answer."""
 
 
 class Tavily:
-    """https://tavily.com by its HTTP API: search, and text of pages.
-
-    Args:
-        key: stays in this object; it goes to `url` and nowhere else.
+    """https://tavily.com by its HTTP API: search, and text of pages. The key goes to `url` and
+    nowhere else.
     """
 
     name = "tavily"
@@ -219,7 +211,7 @@ class Tavily:
         return await self._ask(fetcher, "search", {"query": query, "max_results": most, **options})
 
     async def extract(self, fetcher: Fetcher, url: str) -> Raw:
-        """Returns the provider's reading of one page. Raises like `search`."""
+        """The provider's reading of one page."""
         return await self._ask(fetcher, "extract", {"urls": [url]})
 
     def hits(self, raw: Raw) -> list[Hit]:
@@ -253,7 +245,7 @@ _WORDS = {
 
 
 def credits_of(raw: Raw) -> float:
-    """Returns the cost that Tavily reports for an answer; 0 if it reports none."""
+    """The cost that Tavily reports for an answer; 0 if it reports none."""
     usage = _object(raw).get("usage")
     spent = usage.get("credits") if isinstance(usage, dict) else None
     return float(spent) if isinstance(spent, int | float) and spent > 0 else 0.0
@@ -412,11 +404,10 @@ _TRY_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 class Fetcher:
-    """Reads pages for agents and calls search providers. Use with `async with`.
+    """Reads pages for agents and calls search providers.
 
-    Args:
-        allow_private: allow pages in private networks, for your own sites.
-        denies: addresses that are refused, also as targets of redirects.
+    `allow_private`: allow pages in private networks, for your own sites. `denies`: addresses that
+    are refused, also as targets of redirects.
     """
 
     def __init__(
@@ -446,7 +437,7 @@ class Fetcher:
         await self._providers.close()
 
     async def page(self, url: str) -> Raw:
-        """Returns the page at `url`; a failure is an answer with `error`."""
+        """A failure is an answer with `error`."""
         try:
             async with asyncio.timeout(self._limits.seconds):
                 return await self._page(url)
@@ -548,7 +539,7 @@ class Fetcher:
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:
-    """Returns the body, inflated; None if it exceeds `most` bytes, packed or inflated."""
+    """The body, inflated; None if it exceeds `most` bytes, packed or inflated."""
     encoding = answer.headers.get("content-encoding", "").strip().lower()
     inflater = None
     if encoding in ("gzip", "x-gzip", "deflate"):

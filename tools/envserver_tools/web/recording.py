@@ -54,10 +54,8 @@ class NotRecorded(Exception):
 class Metrics:
     """Counts since the start.
 
-    Args:
-        joined: requests that shared another one's answer.
-        credits: the provider's reported charges.
-        leaks_dropped, leaks_seen: leaks that were hidden, or shown.
+    `joined`: requests that shared another one's answer. `credits`: the provider's reported charges.
+    `leaks_dropped`, `leaks_seen`: leaks that were hidden, or shown.
     """
 
     hits: int = 0
@@ -79,9 +77,8 @@ class Metrics:
 class Recorder:
     """Answers requests in one of the modes.
 
-    Args:
-        folder: of the recording; needed to record and to replay.
-        epoch: names one state of the web; another epoch shares nothing with it.
+    `folder`: needed to record and to replay. `epoch`: names one state of the web; another epoch
+    shares nothing with it.
     """
 
     def __init__(self, mode: Mode, folder: Path | str | None = None, epoch: str = "1") -> None:
@@ -103,12 +100,11 @@ class Recorder:
         *,
         group: str = "",
     ) -> Raw:
-        """Returns the answer to `request`.
+        """The answer to `request`: JSON-like, in a canonical form, with everything that it depends
+        on.
 
-        Args:
-            request: JSON-like, in a canonical form; everything that the answer depends on.
-            fetch: asks the web; its errors go to every waiter, and are not kept.
-            group: in mode live its equal requests get one answer.
+        Errors of `fetch` go to every waiter, and are not kept. `group`: in mode live its equal
+        requests get one answer.
         """
         if self.mode == "off":
             raise NotRecorded("there is no web here")
@@ -122,8 +118,8 @@ class Recorder:
         return raw
 
     def shown(self, group: str) -> tuple[int, str]:
-        """Returns the number of a group's answered requests, and a digest of them with their
-        answers, whatever their order. The group is then forgotten.
+        """The number of a group's answered requests, and a digest of them with their answers,
+        whatever their order. The group is then forgotten.
         """
         answers = self._shown.pop(group, {})
         lines = "\n".join(f"{key} {digest}" for key, digest in sorted(answers.items()))
@@ -227,7 +223,7 @@ class Store:
         self._folder = folder
 
     def load(self, key: str) -> Raw | None:
-        """Returns the answer under `key`; None if there is none, or its files are damaged."""
+        """None if there is no answer under `key`, or its files are damaged."""
         try:
             facts = json.loads(self._index(key).read_bytes())
             body = self._blob(facts["blob"]).read_bytes()
@@ -277,8 +273,8 @@ class Store:
             os.close(lock)
 
     def export(self, path: Path) -> int:
-        """Writes all of it to a tar archive, the same bytes for the same recording; how many
-        answers.
+        """Writes all of it to a tar archive, the same bytes for the same recording; returns how
+        many answers.
         """
         count = 0
         with replacing(path, sync=False) as out, tarfile.open(fileobj=out, mode="w") as archive:
@@ -331,7 +327,7 @@ class Store:
 
 
 def _key_in(content: bytes) -> str:
-    """Returns the key that an index file must have; "" if it has none."""
+    """The key that an index file must have; "" if it has none."""
     try:
         facts = json.loads(content)
         return key_of(facts["request"], facts["epoch"])

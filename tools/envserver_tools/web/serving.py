@@ -42,10 +42,8 @@ async def services_of(
 ) -> AsyncIterator[Services]:
     """Returns services for `Environment.services`.
 
-    Args:
-        key: unset: the server's variable TAVILY_API_KEY. Never a setting of the environment:
-        settings are sent to the agents' processes.
-        question: no text shown may repeat it.
+    `key`: unset: the server's variable TAVILY_API_KEY. Never a setting of the environment: settings
+    are sent to the agents' processes. `question`: no text shown may repeat it.
     """
     try:
         web = Web(settings, key=os.environ.get(KEY_VARIABLE, "") if key is None else key)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
-from ..calling import Tool, ToolError, toolbox
+from ..calling import Tool, ToolError, described, integer, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
 from ..documents.reading import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
 from .fetching import (
@@ -28,7 +28,6 @@ from .fetching import (
     DuckDuckGo,
     FetchLimits,
     Hit,
-    ProviderFailed,
     Raw,
     SearchProvider,
     Tavily,
@@ -77,11 +76,7 @@ Runs = frozenset[tuple[str, ...]]
 
 
 class LeakFilter:
-    """Filters what agents may see.
-
-    Args:
-        denied: in the form of DENIED.
-    """
+    """Filters what agents may see; `denied`: in the form of DENIED."""
 
     def __init__(self, denied: Sequence[str] = DENIED) -> None:
         self._words = [rule.strip("*").lower() for rule in denied if rule.startswith("*")]
@@ -90,7 +85,7 @@ class LeakFilter:
         self._places = re.compile(rf"(?<![\w.-])(?:www\.)?(?:{any_place})(?![\w-])")
 
     def denies(self, url: str) -> bool:
-        """Returns whether the address is of a denied site, or contains such an address."""
+        """Whether the address is of a denied site, or contains such an address."""
         for _ in range(3):  # letters may be written as numbers, and those again
             url = unquote(url)
         url = re.sub(r"[/\\]+", "/", url.lower())
@@ -102,16 +97,15 @@ class LeakFilter:
         )
 
     def repeated(self, text: str, question: str) -> Runs:
-        """Returns the parts of `question` that occur in `text` word for word."""
+        """The parts of `question` that occur in `text` word for word."""
         return _found(text[:_MOST_READ], _wanted(question))
 
     def is_much(self, parts: Set[tuple[str, ...]], question: str) -> bool:
-        """Returns whether `parts` are enough of `question` to be a copy of it."""
+        """Whether `parts` are enough of `question` to be a copy of it."""
         wanted = _wanted(question)
         return bool(wanted) and len(parts) >= _SHARE * len(wanted)
 
     def repeats(self, text: str, question: str) -> bool:
-        """Returns whether `text` has a large part of `question` word for word."""
         return self.is_much(self.repeated(text, question), question)
 
 
@@ -223,11 +217,7 @@ class Viewer:
 
 
 class Web:
-    """The web. `async with` it.
-
-    Args:
-        key: of the provider; it goes nowhere but there.
-    """
+    """The web of `settings`; the provider's key goes nowhere but there."""
 
     def __init__(self, settings: WebSettings | None = None, *, key: str = "") -> None:
         self._settings = settings = settings or WebSettings()
@@ -266,8 +256,8 @@ class Web:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def shown(self, group: str) -> dict[str, Any]:
-        """Returns a group's view of the web: equal for equal requests and answers. Called once per
-        group, at its end.
+        """A group's view of the web: equal for equal requests and answers. Called once per group,
+        at its end.
         """
         settings = self._settings
         count, digest = self._recorder.shown(group)
@@ -285,10 +275,8 @@ class Web:
     async def search(
         self, query: str, num_results: int, viewer: Viewer, filter_year: int | None = None
     ) -> str:
-        """Results, best first, as a numbered list. Raises ToolError, ProviderFailed.
-
-        Args:
-            filter_year: only pages of this year.
+        """Results, best first, as a numbered list; `filter_year`: only pages of this year. Raises
+        ToolError, ProviderFailed.
         """
         options = {"search_depth": "advanced"} if self._settings.depth == "advanced" else {}
         if filter_year is not None:
@@ -301,7 +289,7 @@ class Web:
     async def hits(
         self, query: str, most: int, options: dict[str, Any], viewer: Viewer
     ) -> list[Hit]:
-        """Results that the viewer may see. Raises like `search`."""
+        """Results that the viewer may see."""
         raw = await self.raw_search(query, most, options, viewer)
         hits = [hit for hit in self._provider.hits(raw) if self.may_see(hit, viewer)][:most]
         self.showing("\n".join(map(_words, hits)), viewer)
@@ -310,7 +298,7 @@ class Web:
     async def raw_search(
         self, query: str, most: int, options: dict[str, Any], viewer: Viewer
     ) -> Raw:
-        """The provider's own answer, not filtered. Raises like `search`."""
+        """The provider's own answer, not filtered."""
         query = " ".join(unicodedata.normalize("NFC", query).split())
         if not query:
             raise ToolError("the query is empty.")
@@ -336,7 +324,7 @@ class Web:
         return await self._recorded(request, ask, viewer)
 
     def may_see(self, hit: Hit, viewer: Viewer) -> bool:
-        """Returns whether a result may be shown, or reveals the answer; that is flagged."""
+        """Whether a result may be shown, or reveals the answer; that is flagged."""
         leaks = self._leaks
         if leaks.denies(hit.url) or leaks.repeats(_words(hit), viewer.question):
             return self._leaked(viewer)
@@ -358,14 +346,12 @@ class Web:
             self._seen(viewer)
 
     async def visit(self, url: str, offset: int, limit: int, viewer: Viewer) -> str:
-        """Returns one page of the text at `url`. Raises ToolError, ProviderFailed."""
         where, text = await self.page(url, viewer)
         page = page_of(text, where, offset, limit)
         self.showing(f"{text.title}\n{text.text[offset : offset + limit]}", viewer)
         return page
 
     async def find(self, url: str, text: str, viewer: Viewer) -> str:
-        """Returns the places of `text` at `url`. Raises ToolError, ProviderFailed."""
         where, page = await self.page(url, viewer)
         found = found_in(page, where, text)
         if found.count("\n"):  # the first line names the search text
@@ -373,7 +359,7 @@ class Web:
         return found
 
     async def page(self, url: str, viewer: Viewer) -> tuple[str, Text]:
-        """Returns a page's final address, and its text. Raises ToolError, ProviderFailed."""
+        """A page's final address, and its text. Raises ToolError, ProviderFailed."""
         try:
             url = normal_url(url)
         except BadAddress as error:
@@ -457,7 +443,7 @@ class Web:
 
 
 def _unavailable(url: str) -> ToolError:
-    """Returns the error for a leak: the same as for a missing page."""
+    """The same error for a leak as for a missing page."""
     return ToolError(f"{url} cannot be read: it is not available.")
 
 
@@ -487,7 +473,7 @@ def _read(raw: Raw) -> Text:
 
 
 def _in_unicode(raw: Raw) -> bytes:
-    """Returns the body in UTF-8, by the encoding that the server or the page declares."""
+    """The body in UTF-8, by the encoding that the server or the page declares."""
     head = raw.body[:2048].decode("latin-1")
     found = _CHARSET.search(raw.content_type) or _CHARSET.search(head)
     if found is None:
@@ -515,74 +501,33 @@ def web_tools(web: Web, viewer: Viewer | None = None) -> dict[str, Tool]:
     return toolbox(Tool(SEARCH, search, most), Tool(VISIT, visit, most), Tool(FIND, find, most))
 
 
-def _description(name: str, words: str, needed: int, **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": words,
-            "parameters": {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties)[:needed],
-                "additionalProperties": False,
-            },
-        },
-    }
-
-
 _URL = {"type": "string", "description": "The address of the page."}
-SEARCH = _description(
+SEARCH = described(
     "web_search",
     "Searches the web; the best results with title, address and an excerpt.",
-    1,
-    query={"type": "string", "description": "What to search for."},
-    num_results={
-        "type": "integer",
-        "minimum": 1,
-        "maximum": MOST_RESULTS,
-        "description": f"How many results; default {RESULTS}.",
+    {
+        "query": {"type": "string", "description": "What to search for."},
+        "num_results": integer(f"How many results; default {RESULTS}.", maximum=MOST_RESULTS),
+        "filter_year": integer("Only pages of this year; default: of all years.", *YEARS),
     },
-    filter_year={
-        "type": "integer",
-        "minimum": YEARS[0],
-        "maximum": YEARS[1],
-        "description": "Only pages of this year; default: of all years.",
-    },
+    ["query"],
 )
-VISIT = _description(
+VISIT = described(
     "visit_page",
     "The text of a web page, or of a document on the web (PDF, spreadsheet ...), in pages.",
-    1,
-    url=_URL,
-    offset={
-        "type": "integer",
-        "minimum": 0,
-        "description": "The first character of the page; default 0.",
+    {
+        "url": _URL,
+        "offset": integer("The first character of the page; default 0.", minimum=0),
+        "limit": integer(
+            f"Characters of the page; default {PAGE_CHARACTERS}.", maximum=MOST_PAGE_CHARACTERS
+        ),
     },
-    limit={
-        "type": "integer",
-        "minimum": 1,
-        "maximum": MOST_PAGE_CHARACTERS,
-        "description": f"Characters of the page; default {PAGE_CHARACTERS}.",
-    },
+    ["url"],
 )
-FIND = _description(
+FIND = described(
     "find_in_page",
     "Where words stand on a web page, with what is around them.",
-    2,
-    url=_URL,
-    text={"type": "string", "description": "The words to look for."},
+    {"url": _URL, "text": {"type": "string", "description": "The words to look for."}},
+    ["url", "text"],
 )
 DESCRIPTIONS = (SEARCH, VISIT, FIND)
-
-__all__ = [
-    "DESCRIPTIONS",
-    "LEAK",
-    "LEAK_SEEN",
-    "ProviderFailed",
-    "Viewer",
-    "Web",
-    "WebSettings",
-    "web_tools",
-]

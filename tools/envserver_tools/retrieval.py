@@ -1,4 +1,6 @@
-"""BM25 over passages: `FewPassages` without any library, `PassageIndex` for whole corpora.
+"""Finds texts that match a query: by BM25 in plain texts or passages, or by a retriever over HTTP.
+
+`FewPassages` needs no library, `PassageIndex` is for whole corpora.
 
 Both give the same hits with the same scores (Lucene's form, a word counts as often as the query
 says it). Words are runs of two or more letters and digits in lower case, but for the commonest
@@ -77,11 +79,7 @@ class BM25:
 
 @dataclass(frozen=True)
 class Passage:
-    """A titled piece of text.
-
-    Args:
-        sentences: in order; undivided text is one sentence.
-    """
+    """A titled piece of text; undivided text is one sentence."""
 
     title: str
     sentences: tuple[str, ...]
@@ -97,15 +95,14 @@ class Passage:
         return hashlib.blake2b(content, digest_size=5).hexdigest()
 
     def as_data(self) -> dict[str, Any]:
-        """Returns JSON-like data that `from_data` reads."""
         return {"title": self.title, "sentences": list(self.sentences)}
 
     @classmethod
     def from_data(cls, data: object) -> Passage:
         """Reads a passage with `title`, and `sentences` or `text` (or `contents`).
 
-        Without a title, the first of several lines is the title (Search-R1's corpora).
-        Raises InputError: the data has another form.
+        Without a title, the first of several lines is the title (Search-R1's corpora). Raises
+        InputError: the data has another form.
         """
         if isinstance(data, str):
             data = {"contents": data}
@@ -163,15 +160,12 @@ class FewPassages:
         self._bm25 = BM25(map(_indexed_text, self._passages))
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns at most `top_k` hits, best first."""
         return [Hit(self._passages[i], score) for i, score in self._bm25.top(query, top_k)]
 
 
 class PassageIndex:
-    """A searchable corpus; immutable, so threads may share it.
-
-    Raises:
-        ConfigError: bm25s is not installed.
+    """A searchable corpus; immutable, so threads may share it. Raises ConfigError: bm25s is not
+    installed.
     """
 
     def __init__(self, passages: Iterable[Passage]) -> None:
@@ -191,7 +185,6 @@ class PassageIndex:
         return len(self._passages)
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """Like `FewPassages.search`."""
         asked = words(query)
         if not asked or self._bm25 is None:
             return []
@@ -241,10 +234,9 @@ class RetrieverSettings(msgspec.Struct, frozen=True, kw_only=True):
         url: the full address, such as http://localhost:8000/retrieve.
         timeout_seconds: timeout of one try.
         retries: number of retries after temporary errors: no connection, a timeout, a status of 429
-        or from 500.
+            or from 500.
         pause_seconds: pause before the first retry; doubled each time.
         most_at_once: maximum number of requests in flight; more wait.
-        most_bytes: maximum size of an answer.
     """
 
     url: str
@@ -273,8 +265,8 @@ class HttpRetriever:
             await self._http.close()
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns at most `top_k` hits, in the retriever's order.
-        Raises ServiceError: it does not answer, or its answer holds no hits.
+        """At most `top_k` hits, in the retriever's order. Raises ServiceError: it does not answer,
+        or its answer holds no hits.
         """
         body = orjson.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         async with self._places:
@@ -315,8 +307,7 @@ class HttpRetriever:
         return content
 
 
-class _MayPass(ServiceError):
-    """A failure that a retry may cure."""
+class _MayPass(ServiceError): ...
 
 
 def _hits(answer: Any) -> list[Hit]:
