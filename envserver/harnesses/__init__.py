@@ -16,7 +16,6 @@ HARNESSES: Final[dict[str, Harness]] = {
 
 
 def harness_of(name: str) -> Harness:
-    """Returns the harness of this name ("command": whatever the user names)."""
     if name == COMMAND.name:
         return COMMAND
     if name in HARNESSES:

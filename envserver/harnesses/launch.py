@@ -18,7 +18,6 @@ class Session:
     """What a program gets for one rollout.
 
     Args:
-        spec: the program, as the server names it.
         home: its own HOME, empty.
         workspace: the folder that it works in; its current folder.
         base_url: of the proxy, with `/v1`; valid for this rollout, like `api_key`.
@@ -40,7 +39,7 @@ class Session:
 
     @property
     def root_url(self) -> str:
-        """Returns the proxy's address without `/v1`, as Anthropic's clients want it."""
+        """The proxy's address without `/v1`, as Anthropic's clients want it."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -64,13 +63,6 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """Where a program comes from.
-
-    Args:
-        registry: "npm" or "pypi".
-        name, version: of the package.
-    """
-
     registry: Literal["npm", "pypi"]
     name: str
     version: str
@@ -78,12 +70,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """An external agent.
-
-    Args:
-        launch: says how it is started.
-        package: None for programs of the user.
-    """
+    """An external agent. `package`: None for programs of the user."""
 
     name: str
     launch: Callable[[Session], Launch]

@@ -40,7 +40,6 @@ _AS_ELSEWHERE = {"smolagents": "gaia"}
 
 
 def builtin_names() -> list[str]:
-    """Names of the environments that ship with envserver, sorted."""
     return sorted(
         point.name for point, package in installed.offered(ENTRY_POINT_GROUP) if package == _US
     )
@@ -48,8 +47,7 @@ def builtin_names() -> list[str]:
 
 def entry_point_names() -> dict[str, EntryPoint]:
     """Environments that packages offer to this interpreter. A built-in's name is not replaced by
-    another's.
-    """
+    another's."""
     points = installed.offered(ENTRY_POINT_GROUP)
     return {point.name: point for point, _ in sorted(points, key=lambda pair: pair[1] == _US)}
 
@@ -102,7 +100,6 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
 
 
 def _integrated_class(scheme: str, rest: str) -> type[Environment]:
-    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it."""
     if not rest:
         raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
     one = installed.integration(scheme)
@@ -147,7 +144,7 @@ def _not_found(reference: str) -> NotFoundError:
 
 
 def _is_data(reference: str) -> bool:
-    """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
+    """Installed names and code win."""
     if reference in known_names() or is_environment_folder(Path(reference)):
         return False
     if installed.split(reference) is not None:
@@ -177,14 +174,11 @@ def absolute(reference: str) -> str:
 
 
 def defines_environment(path: Path) -> bool:
-    """Returns whether a .py file or a folder defines an environment, or several.
-    Raises ConfigError: it cannot be imported.
-    """
+    """Returns whether a .py file or a folder defines an environment, or several."""
     return bool(_environments_of(import_path(path)))
 
 
 def _environments_of(modules: list[ModuleType]) -> dict[str, type[Environment]]:
-    """The environment classes that `modules` name, from any file of their folder."""
     known: dict[str, type[Environment]] = {}
     for module in modules:
         for name, value in vars(module).items():

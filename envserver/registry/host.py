@@ -28,8 +28,6 @@ _streams: dict[tuple[str, int], Iterator[Task]] = {}
 
 
 class HostAnswer(msgspec.Struct, frozen=True):
-    """The result of a call: a pickled `value`, or `failure`."""
-
     value: bytes = b""
     failure: Failure | None = None
 
@@ -63,7 +61,6 @@ def settings() -> dict[str, Any]:
 
 
 def sandbox() -> SandboxSpec | None:
-    """Returns the sandbox that the environment declares with these settings."""
     return _environment().sandbox
 
 

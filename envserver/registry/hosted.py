@@ -54,12 +54,7 @@ _log = structlog.get_logger("envserver.services")
 
 
 class HostedServices:
-    """The process of one environment's services and hooks.
-
-    Args:
-        reference: names the environment in its interpreter.
-        config: its settings, JSON-like.
-    """
+    """The process of one environment's services and hooks. `reference` names it in its interpreter."""
 
     def __init__(self, interpreter: Interpreter, reference: str, config: dict[str, Any]) -> None:
         self._interpreter = interpreter
@@ -280,13 +275,11 @@ class _HostProcess:
 
 
 def error_of(failure: Failure) -> EnvserverError:
-    """Returns the typed error that was raised in another process."""
     kind = _KINDS.get(failure.kind, ServiceError)
     return kind(failure.message, hint=failure.hint, **failure.detail)
 
 
-def _ignored(word: str) -> None:
-    """What a state or a group's end flags belongs to no request."""
+def _ignored(word: str) -> None: ...
 
 
 _LARGEST_BATCH = 64
@@ -318,8 +311,6 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
 
 
 class HostedEnvironment(Environment):
-    """Asks the environment's host process; see `host` for what runs there."""
-
     reference: ClassVar[str]
     installed: ClassVar[Installed]
     file: ClassVar[str]
@@ -350,7 +341,6 @@ class HostedEnvironment(Environment):
         )
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """Yields the tasks; they are fetched in batches that grow."""
         position, size = 0, 1
         while True:
             batch: list[Task] = self._host.call(host.tasks, split, position, size)
@@ -361,7 +351,6 @@ class HostedEnvironment(Environment):
             size = min(2 * size, _LARGEST_BATCH)
 
     def rollout(self, task: PublicTask, run: Rollout) -> NoReturn:
-        """Raises ConfigError: rollouts run in workers, which have the class itself."""
         raise ConfigError(
             f"{self.name!r} has an interpreter of its own and cannot run in this process.",
             hint="Debug one task: envserver run --env NAME --task ID --debug",
@@ -432,7 +421,6 @@ class _Host:
         self._pool: ProcessPool | None = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function of `host`; one that died is run again in a new process."""
         request = pickle.dumps((function, arguments))
         for attempt in itertools.count(1):
             try:

@@ -57,8 +57,6 @@ def become(python: Interpreter, argv: list[str]) -> NoReturn:
 
 
 class InterpreterContext(SpawnContext):
-    """A multiprocessing context whose processes run in `interpreter`."""
-
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
         self.Process = partial(_Process, interpreter)  # type: ignore[misc, assignment]

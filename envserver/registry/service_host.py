@@ -64,8 +64,6 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Bug(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception that is no typed error: its class, message, place and traceback."""
-
     kind: str
     message: str
     place: str
@@ -73,8 +71,6 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a request: a pickled `value`, or why there is none."""
-
     number: int
     value: bytes = b""
     failure: Failure | None = None
@@ -84,14 +80,12 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flagged(msgspec.Struct, frozen=True):
-    """A running request flags its rollout."""
-
     number: int
     word: str
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of the first answer, numbered 0: the services that there are."""
+    """The value of the first answer, numbered 0."""
 
     names: list[str]
     has_state: bool
@@ -107,14 +101,12 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Sends a message as soon as the other side takes it."""
     data = pickle.dumps(message)
     writer.write(len(data).to_bytes(HEAD_BYTES))
     writer.write(data)
 
 
 def main(channel: socket.socket, reference: str, config: dict[str, Any]) -> None:
-    """Serves the environment `reference` with these settings until the server hangs up."""
     import structlog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -164,7 +156,6 @@ class _Host:
         return self._answer(0, Offer(names=list(self._services), has_state=has_state))
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Answers requests until there are no more; then ends those that run."""
         try:
             while (request := await receive(reader)) is not None:
                 if request.what == "cancel":
@@ -225,7 +216,6 @@ class _Host:
         return looked.reason, looked.refused, looked.changes
 
     async def open_state(self, number: int, task: Task) -> int:
-        """Makes the state of an attempt; returns its number."""
         make = self._services.state
         assert make is not None
         stack = AsyncExitStack()

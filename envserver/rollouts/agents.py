@@ -22,7 +22,6 @@ _ENGINES_OWN = ("default", None)
 def demonstrated(
     environment: Environment, task: Task, roles: Mapping[str, bool]
 ) -> dict[str | None, list[Message]]:
-    """Returns the messages of each agent that solve `task`; empty if unknown."""
     turns = environment.demonstration(task)
     if not turns:
         return {}
@@ -49,12 +48,8 @@ def seats_of(
     sampling: Mapping[str, Any],
     own_models: Mapping[str, str],
 ) -> dict[str, AgentRoute]:
-    """Returns the route of each agent.
-
-    Args:
-        model, sampling: of the rollouts, for what an agent's settings leave open.
-        own_models: name of the model of each agent that has its own source.
-    """
+    """Returns the route of each agent. `model`, `sampling`: for what its settings leave open;
+    `own_models`: name of the model of each agent that has its own source."""
     settings = environment.config.agents
     return {
         name: _route(name, role, settings.get(name) or AgentConfig(), model, sampling, own_models)
@@ -86,7 +81,6 @@ def _route(
 
 
 def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str, float]:
-    """Returns the temperature of each trained agent, by the setting that says it."""
     settings = environment.config.agents
     roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
     found = {}
@@ -101,8 +95,7 @@ def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str
 
 def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     """Checks that trainers can learn from trained agents: they must be able to compute the
-    distribution that tokens are sampled from.
-    """
+    distribution that tokens are sampled from."""
     settings = environment.config.agents
     roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
     for name, role in roles.items():
@@ -143,7 +136,6 @@ def demonstrating(
     task: Task,
     rollout_id: str,
 ) -> Iterator[None]:
-    """Within the block, the demonstrator (if any) knows the solution of `task`."""
     if demonstrator is None:
         yield
         return

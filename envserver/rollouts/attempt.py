@@ -66,8 +66,6 @@ from .policy import is_stale, limit_of_death
 
 
 class StalenessMonitor:
-    """Cancels attempts that are too stale."""
-
     def __init__(self, max_staleness: int | None) -> None:
         self.version = -1
         """The version published last; -1 before any."""
@@ -92,7 +90,6 @@ class StalenessMonitor:
 
     @asynccontextmanager
     async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
-        """Watches `attempt` while the block runs."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -110,9 +107,9 @@ class StalenessMonitor:
 def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
     """Returns the indices of the calls that each agent received an answer to, turn by turn.
 
-    Of several answers to one request it is the one whose tokens a later prompt continues; if there
-    is none or more than one, the first of them. `calls`: all of an attempt, in order of commit:
-    answers to one request are beside each other.
+    Of several answers to one request it is the one whose tokens a later prompt continues, or else
+    the first. `calls`: all of an attempt, in order of commit: answers to one request are beside
+    each other.
     """
     chosen = _continued(calls)
     answered: dict[str | None, list[int]] = {}
@@ -129,8 +126,6 @@ def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
 
 
 def _continued(calls: list[Call]) -> set[int]:
-    """Returns the indices of the calls that others continue; none where no request had several
-    answers."""
     if not any(call.choice for call in calls):
         return set()
     return {calls[parent].index for parent in find_parents(list(calls)) if parent >= 0}
@@ -142,12 +137,8 @@ def resolved(
     committed_at: list[float],
     spec: AttemptSpec,
 ) -> list[TurnReward]:
-    """Returns the posted rewards with their agents, turns and calls.
-
-    Args:
-        answered: see `answered_calls`.
-        committed_at: when each call was recorded, on the clock of PostedReward.
-    """
+    """Returns the posted rewards with their agents, turns and calls. `committed_at`: when each call
+    was recorded, on the clock of PostedReward."""
     return [_resolved(one, answered, committed_at, spec) for one in posted]
 
 
@@ -282,7 +273,6 @@ async def run_attempt(
     Args:
         staleness: cancels the attempt when it becomes too stale.
         proxy_url: address of the proxy for workers, without a trailing slash.
-        keep_calls: return the calls with the sequences.
         blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
             model can reach, is always scored then.
     """
@@ -357,7 +347,6 @@ async def run_attempt(
 
 
 def _take(attempt: ProxyAttempt, result: bytes) -> None:
-    """Takes a worker's result; the attempt's record says what is wrong with a bad one."""
     with suppress(InputError, ConflictError):
         take_result(attempt, result)
 
@@ -374,7 +363,6 @@ def _withdraw_bug(failure: Failure) -> None:
 
 
 def _hook_events(attempt: ProxyAttempt, calls: list[Call]) -> list[HookEvent]:
-    """Returns what hooks changed and refused; events of calls name their call."""
     of_calls = [
         msgspec.structs.replace(event, call=call.index) for call in calls for event in call.hooks
     ]
@@ -412,8 +400,7 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 def _built(
     attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
 ) -> tuple[list[Sequence], list[Timing], dict[str, bytes]]:
-    """Builds training rows, times and the images of the rows; tens of milliseconds for hundreds of
-    long calls."""
+    """Takes tens of milliseconds for hundreds of long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
     shown = {image.sha256 for row in sequences for image in row.images}
@@ -431,9 +418,9 @@ def _is_short(calls: list[Call]) -> bool:
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:
     """Returns the limit that ended the attempt; None if the agent ended by itself.
 
-    Code of the model can reach its worker if `isolation` is "sandboxed". If it posted no result or
-    a malformed one, or if the agent failed after it asked the proxy for more than it may, or for
-    what the engine refuses, that is a "crash".
+    Code of the model can reach a sandboxed worker: it is a "crash" if that posted no result or a
+    malformed one, or if its agent failed after it asked the proxy for more than it may, or for what
+    the engine refuses.
     """
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
@@ -510,7 +497,6 @@ def as_error(failure: Failure) -> RolloutError:
 
 
 def counted_calls(calls: list[Call], spec: AttemptSpec) -> list[Call]:
-    """Returns the calls of the trained agents, or all calls if no agent is trained."""
     if spec.agents and not any(route.trained for route in spec.agents.values()):
         return calls
     return [call for call in calls if call.trained]

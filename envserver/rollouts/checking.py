@@ -75,12 +75,8 @@ class Scorer(Protocol):
 
 
 class Plays(msgspec.Struct, frozen=True):
-    """What playing the tasks through the rollout showed.
-
-    Args:
-        problems: as in EnvironmentReport.
-        right: outputs of demonstrations that solved their tasks, by the ids of these.
-    """
+    """What playing the tasks through the rollout showed. `right`: outputs of demonstrations that
+    solved their tasks, by the ids of these."""
 
     plays: list[Played] = []
     problems: list[str] = []
@@ -121,13 +117,8 @@ async def check(
     play: Callable[[list[Task]], Awaitable[Plays]] = _nothing_played,
     progress: Progress = lambda done, of: None,
 ) -> EnvironmentReport:
-    """Checks the first tasks of the environment's split.
-
-    Args:
-        make_environment: a fresh instance, ready for `tasks`.
-        most_tasks: number of tasks with all known results.
-        play: plays the tasks; default: nothing is played.
-    """
+    """Checks the first `most_tasks` tasks of the split of an environment, of which
+    `make_environment` returns a fresh instance. `play`: default: nothing is played."""
     environment = make_environment()
     counts, origins = watched_rows(environment)
     rules = rules_of_rewards(environment)
@@ -220,7 +211,6 @@ def _data_report(
 
 
 async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
-    """Scores the `row_results` of some tasks; of each by itself where a scorer dies of them."""
     try:
         return await scorer.score_rows(tasks)
     except SCORING_FAILURES as error:
@@ -256,7 +246,6 @@ def _shown_range(environment: Environment) -> tuple[float | None, float | None, 
 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
-    """Yields the differences between two listings of the same tasks."""
     if len(tasks) != len(again):
         yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
     changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
@@ -265,14 +254,13 @@ def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
 
 
 def same_ids(tasks: list[Task]) -> Iterator[str]:
-    """Yields which ids several tasks have."""
     count = Counter(task.id for task in tasks)
     if twice := [name for name, times in count.items() if times > 1]:
         yield f"Several tasks have the same id: {_named(twice)}."
 
 
 def differences_in_the_scorer(tasks: list[Task], digests: list[str]) -> Iterator[str]:
-    """Yields the differences from a listing in another process, which has its own order of sets."""
+    """The other process has its own order of sets."""
     changed = [
         task.id for task, digest in zip(tasks, digests, strict=False) if digest_of(task) != digest
     ]
@@ -284,7 +272,6 @@ def differences_in_the_scorer(tasks: list[Task], digests: list[str]) -> Iterator
 
 
 def secrets_of(task: Task) -> list[str]:
-    """Returns the hidden texts that are too long to stand somewhere by chance."""
     texts = sorted({text.strip() for text in strings_in(task.hidden)}, key=len)
     return [text for text in texts if len(text) >= SHORTEST_SECRET]
 
@@ -336,7 +323,6 @@ def _cases(
 async def _changed_scores(
     scorer: Scorer, cases: list[tuple[Task, KnownResult]], rules: RewardRules
 ) -> list[str]:
-    """Scores some right results once more and returns whose rewards change."""
     nothing = max(rules.range.worst, 0.0)
     right = [case for case in cases if case[1].least > nothing][:_SCORED_AGAIN]
     problems = []
@@ -366,7 +352,6 @@ async def _verdict(
 
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
-    """Scores as for rollouts: a scorer that failed is asked once more."""
     if scorer.needs_token_ids:
         ids = await asyncio.to_thread(_simulated_ids, result)
         result = msgspec.structs.replace(result, completion_ids=ids)
@@ -377,7 +362,6 @@ async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
 
 
 def _simulated_ids(result: Result) -> list[int]:
-    """Returns the tokens of the answer, as the simulated engine would sample them."""
     from envserver_local.simulated.tokenizer import shared_tokenizer
 
     tokenizer = shared_tokenizer()
@@ -390,8 +374,6 @@ def _cause(error: EnvserverError) -> str:
 
 
 class _Kinds:
-    """Counts verdicts by the name and the expectation of a result."""
-
     def __init__(self) -> None:
         self.by_key: dict[tuple[str, float, float], Kind] = {}
 

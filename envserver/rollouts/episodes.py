@@ -36,8 +36,7 @@ from .ordered import TaskIndex
 from .scoring import score_once
 
 LONGEST_SECONDS: Final = 3600.0
-"""Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
-model that is an external client is not sampled here."""
+"""Seconds that an episode may take at least, whatever the environment's `worker_timeout`."""
 _SEEDED_TASKS: Final = 1000
 """A seed chooses among the first so many tasks of a split."""
 
@@ -55,7 +54,6 @@ class Outcome(msgspec.Struct, frozen=True):
         reward: of the main agent.
         rewards: by agent, if the environment declares agents.
         turns: rewards of single turns, which `reward` includes.
-        components: named parts of the reward.
         limit: the limit that ended it; None: the agent ended by itself.
     """
 
@@ -67,8 +65,6 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Request:
-    """A request to the model that waits for its answer."""
-
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -105,7 +101,6 @@ class Episode:
             await self._changed.wait()
 
     def answer(self, message: Message) -> None:
-        """Answers the request that `next` returned last."""
         request, self._latest = self._latest, None
         if request is None:
             raise ConflictError("Nothing was asked of the model.")
@@ -113,7 +108,6 @@ class Episode:
             request.answer.set_result(message)
 
     async def close(self) -> None:
-        """Ends the rollout, if it still runs."""
         self.work.cancel()
         await asyncio.wait({self.work})
 
@@ -155,14 +149,8 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of a server; an async context manager that closes them at its end.
-
-    Args:
-        parts: what runs the rollouts of each environment.
-        engine: the one behind each part's proxy.
-        index: returns the tasks of an environment.
-        most: maximum number of episodes in progress; each takes the place of a rollout.
-    """
+    """The episodes of a server, `most` at a time (each takes the place of a rollout); an async
+    context manager that closes them at its end. `engine`: the one behind each part's proxy."""
 
     def __init__(
         self,
@@ -265,7 +253,6 @@ def _empty(name: str, split: str) -> InputError:
 
 
 def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
-    """Returns `spec` with the agents that clients act as, and time for them to think."""
 
     def is_played(name: str, route: AgentRoute) -> bool:
         if agent is not None:

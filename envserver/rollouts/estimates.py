@@ -56,13 +56,8 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The estimate of one task, as of `policy_version`.
-
-    Args:
-        attempts: number of rollouts ever counted.
-        weight, solved: see the module.
-        policy_version: the last that tried it, -1 if unknown.
-    """
+    """The estimate of one task, as of `policy_version`, the last that tried it (-1: unknown), from
+    `attempts` counted rollouts. `weight`, `solved`: see the module."""
 
     attempts: int = 0
     weight: float = 0.0
@@ -71,17 +66,17 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def success(self) -> float:
-        """Returns the posterior mean, in (0, 1): the chance that the next rollout solves it."""
+        """The posterior mean, in (0, 1): the chance that the next rollout solves it."""
         return (self.solved + 1.0) / (self.weight + 2.0)
 
     @property
     def mean_reward(self) -> float | None:
-        """Returns the mean reward, weighted to later versions; None if the weight is too small."""
+        """The mean reward, weighted to later versions; None if the weight is too small."""
         return self.solved / self.weight if self.weight > _LEAST_WEIGHT else None
 
     @property
     def variance(self) -> float:
-        """Returns the variance of the posterior, in (0, 1/12]: the uncertainty."""
+        """The variance of the posterior, in (0, 1/12]."""
         return self.success * (1.0 - self.success) / (self.weight + 3.0)
 
 
@@ -89,7 +84,6 @@ UNTRIED: Final = Estimate()
 
 
 def scored_of(group: Group) -> Scored | None:
-    """Returns the result of `group` for its task; None if no rollout has a reward."""
     rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
     return scored(
         group.group_id,
@@ -113,9 +107,7 @@ def scored(
     reward_range: RewardRange = UNIT_RANGE,
 ) -> Scored | None:
     """Returns the result of these rewards, as shares of `reward_range` in [0, 1]; NaN is left out.
-
-    None: there are no rewards, or the task's name cannot be stored.
-    """
+    None: there are no rewards, or the task's name cannot be stored."""
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards or not task_id or len(task_id) > LONGEST_TASK_ID or "\x00" in task_id:
         return None

@@ -74,20 +74,14 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     """The parts that running groups needs; shared by all groups of a run.
 
     Args:
-        env_reference: reference by which a worker finds the environment.
-        proxy_url: address of the proxy for workers.
+        proxy_url: address of the proxy for workers, without a trailing slash.
         agents: route of each agent, in a multi-agent rollout.
-        actions: what to do about each flag of a call or a trajectory.
-        keep_calls: store every call with the sequences of a trajectory.
         need_exact: deliver only trajectories with exact tokens.
-        drop_zero_variance: drop groups whose rewards are all equal.
         slots: one per rollout in flight.
         made_with: the provenance that all groups share (`provenance.made_with`).
-        prices: what tokens cost, for the record of each rollout.
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         harness: the external agent; None: the environment's `rollout`.
-        running: the rollouts of groups that are in progress.
     """
 
     environment: Environment
@@ -140,13 +134,10 @@ class ScoredRollout(msgspec.Struct):
 async def make_group(
     context: RolloutContext, request: GroupRequest, rules: GroupRules | None = None
 ) -> Group | Drop:
-    """Runs all rollouts of `request` and scores them.
+    """Runs all rollouts of `request` and scores them; returns the group, or why it is not
+    delivered.
 
-    Args:
-        rules: rules for the group; unset: the environment's.
-
-    Returns:
-        The group, or why it is not delivered. A group stops early once it cannot be delivered.
+    A group stops early once it cannot be delivered. `rules`: default: the environment's.
     """
     rules = rules or _rules(context)
     failures = GroupFailures(context.observer, request)
@@ -188,7 +179,6 @@ def _rules(context: RolloutContext) -> GroupRules:
 async def _rollouts(
     context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: GroupFailures
 ) -> dict[int, ScoredRollout]:
-    """Returns the scored rollouts by number; `failures` holds the reasons for the others."""
     started = time.monotonic()
     tasks = {
         asyncio.create_task(_rollout(context, request, number, failures)): number
@@ -329,7 +319,6 @@ async def run_once(
 
 
 def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: int) -> AttemptSpec:
-    """Describes an attempt that starts now, for the proxy and the worker."""
     config = context.environment.config
     return AttemptSpec(
         rollout_id=rollout_id,
@@ -377,7 +366,6 @@ def trajectory_of(
     rollout: ScoredRollout,
     score: Score,
 ) -> Trajectory:
-    """Builds the trajectory of a scored rollout; `score`: as the scorer gave it."""
     finished, result = rollout.finished, rollout.finished.result
     return Trajectory(
         rollout_id=rollout_id_of(request, number),
@@ -478,12 +466,8 @@ def _judged(
 async def run_single(
     context: RolloutContext, task: Task, *, scored: bool, failed: Callable[[Failure], object]
 ) -> Trajectory:
-    """Runs `task` once, and again where a failure is ours.
-
-    Args:
-        scored: its answer is known; else its score has no reward.
-        failed: called with each failure.
-    """
+    """Runs `task` once, and again after failures of ours. `scored`: its answer is known; else its
+    score has no reward."""
     if not scored:  # no solution is known
         context = msgspec.structs.replace(context, demonstrator=None)
     request = single_request(context.environment, task)
@@ -498,7 +482,7 @@ async def run_rollout(
     scored: bool,
     failed: Callable[[Failure], object] = lambda failure: None,
 ) -> ScoredRollout:
-    """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
+    """Runs the only rollout of `request`; see `run_single`."""
     attempt, tries = 0, Tries()
     while True:
         attempt += 1
@@ -535,9 +519,8 @@ def single_request(environment: Environment, task: Task) -> GroupRequest:
 def running_rollouts(
     contexts: Iterable[RolloutContext], environment: str, limit: int
 ) -> tuple[list[RunningRollout], int]:
-    """Returns up to `limit` rollouts in progress, oldest first of each environment, and how many
-    there are. `environment`: "": all.
-    """
+    """Returns up to `limit` rollouts in progress, oldest first of each environment ("": all), and
+    how many there are."""
     found: list[RunningRollout] = []
     total = 0
     for context in contexts:

@@ -35,8 +35,6 @@ _MOST_NAMED: Final = 5
 
 @dataclass
 class _Page:
-    """The tasks of one split that were read so far, in order, and the rest of its stream."""
-
     stream: Iterator[Task]
     tasks: list[Task] = field(default_factory=list)
     by_id: dict[str, Task] = field(default_factory=dict)
@@ -66,7 +64,6 @@ class TaskIndex:
         return [page.by_id[one] for one in task_ids]
 
     async def after(self, split: Split, number: int, limit: int) -> list[Task]:
-        """Up to `limit` tasks behind the first `number`, in their order."""
         page = self._page(split)
         while len(page.tasks) < number + limit and not page.is_whole:
             await self._read_on(page, number + limit)
@@ -78,7 +75,6 @@ class TaskIndex:
         return self._pages[split]
 
     async def _read_on(self, page: _Page, wanted: int) -> None:
-        """Reads a few tasks more, where fewer than `wanted` are known."""
         async with page.reading:
             count = min(_READ_AT_ONCE, _MOST_TASKS - len(page.tasks))
             if page.is_whole or len(page.tasks) >= wanted:
@@ -106,18 +102,12 @@ class GroupSink(Protocol):
     async def put(self, group: Group) -> None:
         """Returns when `group` is durable."""
 
-    async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns those of these ids that were ever put."""
+    async def known(self, group_ids: list[str]) -> set[str]: ...
 
 
 class GroupsOrder(msgspec.Struct, frozen=True):
-    """A request for groups.
-
-    Args:
-        key: the caller's name for it; the same order with the same key is the same order.
-        task_ids: each gets its own group, even if it is named several times.
-        group_size: rollouts per group.
-    """
+    """A request for groups of `group_size` rollouts, one for each of `task_ids`; the same order
+    with the same `key` (the caller's name for it) is the same order."""
 
     key: str
     environment: str
@@ -136,8 +126,6 @@ class GroupsOrder(msgspec.Struct, frozen=True):
 
 
 class _Open:
-    """An order that is being made."""
-
     def __init__(self, order: GroupsOrder, work: asyncio.Task[None]) -> None:
         self.order = order
         self.work = work
@@ -169,11 +157,9 @@ class Orders:
         return sum(one.order.rollouts for one in self._open.values())
 
     def snapshot(self) -> Mapping[str, int]:
-        """Returns current numbers for the status page."""
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
 
     def is_open(self, order: GroupsOrder) -> bool:
-        """Returns whether the order is being made."""
         return order in self._open
 
     @property
@@ -188,16 +174,12 @@ class Orders:
         return self._parts[name].environment
 
     def book(self, name: str) -> TaskIndex:
-        """Returns the tasks of an environment."""
         self.environment(name)
         return self._books[name]
 
     async def wait(self, order: GroupsOrder, seconds: float) -> int:
-        """Starts `order` if it is not open yet, and waits for it.
-
-        Returns:
-            How many of its groups are finished: all of them, unless the time was over.
-        """
+        """Starts `order` if it is not open yet, and waits for it; returns how many of its groups
+        are finished: all of them, unless the time was over."""
         tasks = await self.book(order.environment).find(order.split, order.task_ids)
         made = self._open.get(order)
         if made is None:

@@ -33,12 +33,11 @@ _LONGEST_LINE = 400
 
 @dataclass
 class Exchange:
-    """One request of an agent and its answers.
+    """One request of an agent and its answers, one for each choice.
 
     Args:
         line: routing key of the agent (see `proxy.attempts.routing_key`).
         messages, tools: what it sent; None: not known, so not compared.
-        answers: one for each choice.
         played: it has been requested.
     """
 
@@ -51,13 +50,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between an agent and its record.
-
-    Args:
-        call: number of the call, from 1, among those that were played.
-        what: in a sentence.
-        diff: lines of a unified diff, recorded and current; empty if there is nothing to compare.
-    """
+    """The first difference between an agent and its record: `what` in a sentence, at number `call`,
+    from 1, of the calls that were played; `diff`: recorded and current, may be empty."""
 
     call: int
     what: str
@@ -65,7 +59,6 @@ class Difference:
 
 
 def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]) -> list[Exchange]:
-    """Returns the exchanges in a record of all calls, in the order of their answers."""
     exchanges: list[Exchange] = []
     for call in calls:
         line = routing_key(rollout_id, call.agent if call.agent in agents else None)
@@ -80,10 +73,8 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
 
 
 def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
-    """Reconstructs calls that were not kept from a conversation.
-
-    The last `turns` messages of the assistant are their answers.
-    """
+    """Reconstructs calls that were not kept from a conversation: the last `turns` messages of the
+    assistant are their answers."""
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
         raise InputError(
@@ -117,12 +108,7 @@ def _answer(message: Message, number: int) -> Call:
 
 
 class Player:
-    """An Engine that plays `exchanges`.
-
-    Args:
-        model: its name.
-        exact: whether the record has the ids and logprobs of every call.
-    """
+    """An Engine that plays `exchanges`. `exact`: the record has the ids and logprobs of every call."""
 
     kind = "replay"
 
@@ -135,7 +121,6 @@ class Player:
 
     @property
     def left(self) -> int:
-        """Number of recorded calls that were not requested."""
         return sum(not exchange.played for exchange in self._exchanges)
 
     def differ(self, what: str, diff: Sequence[str] = ()) -> Difference:
@@ -160,11 +145,9 @@ class Player:
         return [ReplicaHealth("the record", healthy=True)]
 
     async def get(self, path: str) -> Json:
-        """See Engine: /v1/models."""
         return {"object": "list", "data": [{"id": self._model, "object": "model"}]}
 
     async def post(self, request: EngineRequest) -> Json:
-        """See Engine."""
         exchange = self._next(request.body, request.rollout_id)
         is_chat = request.path.endswith("/chat/completions")
         first = exchange.answers[0]
@@ -182,7 +165,6 @@ class Player:
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
-        """See Engine. Each answer comes in one piece."""
         yield _chunks(await self.post(request))
 
     def _next(self, body: Json, line: str) -> Exchange:
@@ -324,7 +306,6 @@ def _over(difference: Difference) -> EngineRefused:
 
 
 def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the environment's agents, from the group's line."""
     return list((group.get("rendering") or {}).get("agents") or {})
 
 
@@ -342,7 +323,6 @@ def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def calls_in(kept: Mapping[str, Any]) -> list[Call]:
-    """The calls that `kept_calls` wrote; empty where it wrote none."""
     try:
         traced = msgspec.convert(kept.get("calls") or [], list[TracedCall], dec_hook=_as_array)
         return unpack_calls(traced)

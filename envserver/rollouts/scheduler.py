@@ -41,7 +41,6 @@ from .stream import GroupRequest, read
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Ending = Literal["delivered", "filtered", "failed"]
-"""The outcome of a started group."""
 CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
@@ -53,12 +52,8 @@ _FILTERED_COSTS = 0.25
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The share of one environment in all groups.
-
-    Args:
-        weight: relative to the weights of the others; positive.
-        minimum: minimum share in [0, 1], whatever the weights.
-    """
+    """The share of an environment in all groups: by `weight` relative to the others, but at least
+    `minimum` in [0, 1]."""
 
     name: str
     weight: float = 1.0
@@ -113,11 +108,9 @@ class Shares:
         self._clocks[name] = max(self._clocks[name], earliest)
 
     def next(self, asking: Iterable[str]) -> str:
-        """Returns the environment of `asking` (at least one) whose turn it is."""
         return min(asking, key=lambda name: (self._clocks[name] + 1 / self._targets[name], name))
 
     def begin(self, name: str) -> None:
-        """Counts a group that the environment starts."""
         self._now = max(self._now, self._clocks[name])
         self._clocks[name] += 1 / self._targets[name]
 
@@ -176,12 +169,8 @@ def _turns_before(turns: int, clocks: Floats, parts: Floats, most: Integers) -> 
 
 
 class Turns:
-    """Gives turns to the schedulers of a mix; see `lane`.
-
-    Args:
-        room: maximum rollouts in flight, all environments together.
-        wanted: number of groups to deliver, all environments together; None: no limit.
-    """
+    """Gives turns to the schedulers of a mix. `room`: maximum rollouts in flight, `wanted`: groups
+    to deliver (None: no limit), all environments together."""
 
     def __init__(self, shares: Shares, *, room: int, wanted: int | None = None) -> None:
         self._shares = shares
@@ -199,7 +188,6 @@ class Turns:
         return Lane(self, name)
 
     async def take(self, name: str, size: int) -> bool:
-        """See `Lane.take`."""
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._silent_since.pop(name, None)
         self._asking[name] = (size, granted)
@@ -216,7 +204,6 @@ class Turns:
                 del self._asking[name]
 
     def ended(self, name: str, size: int, how: Ending) -> None:
-        """See `Lane.ended`."""
         self._rollouts -= size
         self._open -= 1
         self._delivered += how == "delivered"
@@ -225,7 +212,6 @@ class Turns:
         self._give()
 
     def left(self, name: str) -> None:
-        """See `Lane.left`."""
         self._silent_since.pop(name, None)
         self._give()
 
@@ -298,9 +284,7 @@ class GroupMaker(Protocol):
     def rollouts(self) -> RolloutsConfig: ...
 
     @property
-    def observer(self) -> Observer:
-        """Gets the events of rollouts, and of groups."""
-        ...
+    def observer(self) -> Observer: ...
 
     @property
     def ceiling(self) -> UntrainedCeiling: ...
@@ -358,7 +342,6 @@ class Scheduler:
 
     @property
     def cut_off(self) -> int:
-        """Number of groups cancelled together with `run`."""
         return sum(group.cancelled() for group in self._open)
 
     @property
@@ -420,7 +403,6 @@ class Scheduler:
             self._reap()
 
     def _reap(self) -> None:
-        """Removes finished groups; raises the error of one that failed for good."""
         done = {task for task in self._open if task.done()}
         self._open -= done
         errors = [error for task in done if (error := task.exception()) is not None]
@@ -544,7 +526,6 @@ class Scheduler:
             log.warning("groups.all_dropped", groups=dropped, most=self._cause())
 
     def check(self) -> None:
-        """Raises AllFailed if there were groups and all of them failed."""
         if self._failed_in_a_row and not self._works:
             raise self._all_failed()
 
@@ -556,7 +537,6 @@ class Scheduler:
         )
 
     def _cause(self) -> str:
-        """The commonest reason of the dropped groups, with the message of the last of them."""
         reason, _ = self._reasons.most_common(1)[0]
         return f"{reason}: {self._messages[reason]}"
 

@@ -74,12 +74,8 @@ _END = signal.SIGTERM, signal.SIGCONT  # it may be stopped
 
 
 class ScorerEnded(Exception):
-    """The process ended before its answer.
-
-    Args:
-        began: whether it had read the request.
-        garbled: it was ended because it sent something else than its answer.
-    """
+    """The process ended before its answer. `began`: it had read the request; `garbled`: it was
+    ended because it sent something else than its answer."""
 
     def __init__(self, *, began: bool, garbled: bool = False) -> None:
         super().__init__("The scorer process has ended.")
@@ -123,12 +119,10 @@ class ScorerChannel(asyncio.Protocol):
         return channel
 
     async def loaded(self) -> None:
-        """Waits until the process has loaded its environment."""
         await self._answered()
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests, as far as is known."""
         return not (self._ends or self._lost.is_set())
 
     async def ask(self, request: bytes) -> bytes:
@@ -282,7 +276,7 @@ def check_working_directory() -> None:
 
 
 def _forget_forkserver() -> None:
-    """Takes another forkserver: a process that was forked cannot use that of its parent."""
+    """A process that was forked cannot use the forkserver of its parent."""
     global _server
     _server = _own_forkserver()
 
@@ -298,10 +292,8 @@ os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 def _start_forkserver() -> None:
-    """Starts the process that scorers are forked from, protected from Ctrl-C.
-
-    A terminal sends Ctrl-C to all processes; the server decides how they react.
-    """
+    """Starts the process that scorers are forked from, protected from Ctrl-C: a terminal sends it
+    to all processes, and the server decides how they react."""
     _place_its_socket()
     # First multiprocessing's helper: starting it unblocks the signal.
     resource_tracker.ensure_running()
@@ -347,8 +339,6 @@ SCORER_KILLED = "scorer_killed"
 
 
 class ScoredRow(msgspec.Struct, kw_only=True):
-    """The score of a bare row; `error` says why it is missing."""
-
     reward: float | None = None
     components: dict[str, float] = msgspec.field(default_factory=dict)
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
@@ -356,12 +346,11 @@ class ScoredRow(msgspec.Struct, kw_only=True):
     rewards: dict[str, float] = msgspec.field(default_factory=dict)
 
 
-class ScorerDied(ScorerError):
-    """The process died while scoring: it was killed at a limit or from outside, or ended itself."""
+class ScorerDied(ScorerError): ...
 
 
 class ScorerOutOfCpu(ScorerDied):
-    """It was killed because one call used more CPU seconds than the environment allows."""
+    """One call used more CPU seconds than the environment allows."""
 
 
 class ScorerPool:
@@ -369,7 +358,6 @@ class ScorerPool:
 
     Args:
         env_reference: as `registry.find` takes it; a path should be absolute.
-        env_config: the fields of the environment's Config.
         processes: number of scorer processes; 0: nothing is scored here, see `declared`.
         declared: what the environment declares, where there is no process to ask.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
@@ -428,18 +416,15 @@ class ScorerPool:
 
     @property
     def rules(self) -> RewardRules:
-        """The environment's declarations about rewards, available once the context is entered."""
         assert self._rules is not None
         return self._rules
 
     def delivered(self, score: Score) -> Score:
-        """Returns the final score of a rollout as it is delivered, with its totals."""
         return delivered_score(score, self.rules)
 
     async def score(self, task: Task, result: Result, spent: ScoringSpent | None = None) -> Score:
         """Returns the score of one rollout, without totals; the worst reward if its text uses up
-        the scorer's CPU seconds. What it takes is added to `spent`, also if it fails.
-        """
+        the scorer's CPU seconds. What it takes is added to `spent`, also if it fails."""
         without_text = (task, Result(output=""))
         return await self._score(scorer_process.score, (task, result), without_text, spent)
 
@@ -455,7 +440,6 @@ class ScorerPool:
         return final
 
     async def task_digests(self, count: int) -> list[str]:
-        """Returns digests of the first tasks, as a scorer process lists them (`checking`)."""
         unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
         async with self._free_scorer() as scorer:
             answer = await scorer.call(scorer_process.task_digests, (count,), unlimited)
@@ -472,10 +456,8 @@ class ScorerPool:
         return scores
 
     async def score_row(self, row: RowToScore) -> ScoredRow:
-        """Returns the score of a bare row; its `error` holds any failure.
-
-        A row whose scorer died or was killed is scored once more.
-        """
+        """Returns the score of a bare row; its `error` holds any failure. A row whose scorer died
+        is scored once more."""
         try:
             try:
                 score = await self._score_row(row)
@@ -504,11 +486,9 @@ class ScorerPool:
     ) -> Score:
         """Returns the score; the worst, with the metric SCORER_KILLED, if the text is to blame.
 
-        A text is to blame if both hold: - the process was killed for its CPU seconds (SIGXCPU). A
-        full memory and a kill from outside are other signals, a hanging service is the limit by the
-        clock; - the same task without the text is done within the limit. Both calls are alone in
-        their process, with the libraries loaded. `without_text`: the arguments with an empty
-        answer.
+        It is if the process was killed for its CPU seconds (SIGXCPU; a full memory and a kill from
+        outside are other signals, a hanging service is the limit by the clock), and the same task
+        with an empty answer (`without_text`) is done within the limit.
         """
         try:
             score: Score = await self._ask(function, args, spent)
@@ -574,7 +554,6 @@ class _Scorer:
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], limits: ScoreLimits
     ) -> ScorerAnswer:
-        """Runs `function` in the process; one call at a time."""
         try:
             request = pickle.dumps((function, args))
         except Exception as error:
@@ -602,7 +581,6 @@ class _Scorer:
         return self._judge.take_usage(self._address)
 
     async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
-        """Raises ScorerEnded, or ScorerDied after the seconds in which the process worked."""
         process = self._process
         if process is None or not process.usable:
             process = self._process = await self._started()
@@ -629,7 +607,6 @@ class _Scorer:
         return await ScorerChannel.started(context, (*self._arguments, self._address))
 
     async def _death(self, limits: ScoreLimits) -> ScorerDied:
-        """Returns the error that says how the process died."""
         process, self._process = self._process, None
         exit_code = None if process is None else await process.ended()
         if exit_code == -signal.SIGXCPU:
@@ -655,7 +632,6 @@ class _Timer:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the clock within the block."""
         now = asyncio.get_running_loop().time
         self._stops += 1
         ends = self.running.when()
@@ -674,10 +650,7 @@ class _Timer:
 
 
 def _raise(failure: Failure) -> NoReturn:
-    """Converts the failure that a process reported into an error.
-
-    Errors that a person must repair (a setting, a missing library) stop the run.
-    """
+    """Errors that a person must repair (a setting, a missing library) stop the run."""
     if failure.kind == ConfigError.kind:
         raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
     if failure.kind == RewardError.kind:

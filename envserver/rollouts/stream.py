@@ -27,12 +27,9 @@ T = TypeVar("T")
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one group.
-
-    `index` is the position of its task in the stream, from 0; for a repeated task (`again_prefix`)
-    it is the number of repeated tasks before it. `chosen` is why a curriculum chose the task, for
-    the group's record; empty without one.
-    """
+    """A request for one group. `index`: position of its task in the stream, from 0, or for a
+    repeated task (`again_prefix`) the number of repeated tasks before it; `chosen`: why a
+    curriculum chose it."""
 
     group_id: str
     index: int
@@ -93,10 +90,9 @@ def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None
 
 
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs `work`, which reads tasks, in a thread.
+    """Runs `work`, which reads tasks, in a thread: reading the first may load a data set.
 
-    Reading the first task may load a data set. Nothing joins the thread, so a stop does not wait
-    for the data set either.
+    Nothing joins the thread, so a stop does not wait for the data set either.
     """
     reading: concurrent.futures.Future[T] = concurrent.futures.Future()
     reading.set_running_or_notify_cancel()
@@ -113,7 +109,6 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    """Yields the tasks of a split, lazily."""
     try:
         for task in environment.tasks(split):
             if not isinstance(task, Task):
@@ -134,7 +129,6 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
 
 
 def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """Returns the first `count` tasks of the environment's split."""
     made = group_requests(environment, repeat=False)
     return [request.task for request in itertools.islice(made, count)]
 
@@ -148,6 +142,5 @@ def packed(task: Task) -> bytes | None:
 
 
 def digest_of(task: Task) -> str:
-    """Returns a digest of all of a task; "" if it cannot be sent."""
     data = packed(task)
     return "" if data is None else hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -46,11 +46,8 @@ from .run import AttemptRun, Job
 
 
 class Instances:
-    """Environments by (reference, config).
-
-    Args:
-        patiently: a context in which blocking the loop is no sign of a hang.
-    """
+    """Environments by (reference, config). `patiently`: a context in which blocking the loop is no
+    sign of a hang."""
 
     def __init__(self, patiently: Callable[[], AbstractContextManager[None]]) -> None:
         self._patiently = patiently
@@ -180,8 +177,6 @@ def _decoded(path: str, text: str) -> bytes:
 
 
 class _NoWorkspace:
-    """Stands for the workspace where the environment has no sandbox."""
-
     def __getattr__(self, name: str) -> Any:
         raise AgentError("This environment has no sandbox to read the agent's files in.")
 
@@ -202,12 +197,8 @@ _JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """Resources shared by the attempts of one worker.
-
-    Args:
-        patiently: a context in which blocking the loop is no sign of a hang.
-        own_process: whether the process is a worker; else it is the server's, under a debugger.
-    """
+    """Shared by the attempts of one worker. `own_process`: whether the process is a worker; else it
+    is the server's, under a debugger."""
 
     http: HttpClient
     instances: Instances
@@ -217,10 +208,8 @@ class WorkerResources:
 
 
 class WorkerAttempt:
-    """`run` it once; `cancel` it at most once with effect, at any time.
-
-    `result`: what it gives to the server, unless it has `posted` it or has none.
-    """
+    """`run` it once; `cancel` it at any time. `result`: what it gives to the server, unless it has
+    `posted` it or has none."""
 
     def __init__(self, rollout_id: str, url: str, job: str, workshop: WorkerResources) -> None:
         self.rollout_id = rollout_id
@@ -276,7 +265,6 @@ class WorkerAttempt:
         self.posted = True
 
     async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
-        """Runs the agent and returns the body to post; None: nothing to post."""
         agent = self._agent = asyncio.create_task(self._output(job, run))
         if self._cancelled:
             agent.cancel()

@@ -23,12 +23,8 @@ from .run import AttemptRun, Job
 
 
 class DebugPool:
-    """See WorkerPool; one assignment at a time.
-
-    Args:
-        stops: whether the debugger stops in the environment's `rollout`, before its first line;
-            otherwise it stops where the environment calls `breakpoint()`.
-    """
+    """A WorkerPool for one assignment at a time. `stops`: the debugger stops before the first line
+    of `rollout`; otherwise where the environment calls `breakpoint()`."""
 
     def __init__(self, *, stops: bool = True) -> None:
         self._stops = stops
@@ -55,7 +51,6 @@ class DebugPool:
         return _stopped_in(find(env_reference).rollout) if self._stops else nullcontext()
 
     def workers(self) -> dict[str, int]:
-        """See `pool.WorkerPool.workers`. There are none."""
         return {}
 
     def snapshot(self) -> dict[str, Any]:

@@ -37,8 +37,7 @@ _BUGS = (
 def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
-    Args:
-        own_file: traceback entries of this file are left out at the top; they are not the agent's.
+    Traceback entries of `own_file` are left out at the top; they are not the agent's.
     """
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
@@ -67,9 +66,8 @@ def output_of(error: BaseException) -> Any:
 def bug_of(error: BaseException) -> dict[str, str]:
     """Returns the details of an error in the environment's code or setup; nothing for others.
 
-    Returns:
-        `bug`: what happened, its place in the environment's code, and what helps.
-        `missing`: "yes" where a library or a setting is missing, so that nothing can work.
+    `bug`: what happened, its place in the environment's code, and what helps. `missing`: "yes"
+    where a library or a setting is missing, so that nothing can work.
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
         place = place_of(error.__cause__ or error)

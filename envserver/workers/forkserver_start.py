@@ -49,10 +49,7 @@ def _run(boot_json: str, boot: dict[str, Any]) -> None:
 
 
 def _can_join(backend: str) -> bool:
-    """Returns whether this process may join namespaces of workers.
-
-    An ordinary user has no rights in the namespaces that bubblewrap makes.
-    """
+    """An ordinary user has no rights in the namespaces that bubblewrap makes."""
     if backend == "bubblewrap":
         return os.geteuid() == 0
     return backend in NAMESPACE_BACKENDS

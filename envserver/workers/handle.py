@@ -52,7 +52,7 @@ class ProcessEnd:
         output: the end of what it printed; without a status, the reason.
         out_of_memory: the kernel killed some process for lack of memory while it lived, and it
             held no more than `workers.memory_mb` itself.
-        cpu_seconds, peak_memory_mb: usage of the process and the children that it waited for.
+        cpu_seconds, peak_memory_mb: of the process and the children that it waited for.
     """
 
     status: int | None
@@ -65,7 +65,6 @@ class ProcessEnd:
 def errors_by_rollout(
     rollout_ids: Iterable[str], end: ProcessEnd, reason: KillReason | None
 ) -> dict[str, WorkerError]:
-    """Returns the error of every rollout that was running in a process that is gone."""
     running = list(rollout_ids)
     words, detail = describe(end)
     if reason is None:
@@ -111,8 +110,6 @@ LAST_WORDS_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _RunningRollout:
-    """A rollout in this worker; `done` gets None or a WorkerError."""
-
     assignment: Assignment
     done: asyncio.Future[None]
     timer: asyncio.TimerHandle | None = None
@@ -129,12 +126,8 @@ class _RunningRollout:
 
 
 class WorkerHandle(asyncio.Protocol):
-    """One worker process.
-
-    Args:
-        kill: has the forkserver kill the process and its group.
-        on_gone: called once, when it is gone and its rollouts have their errors.
-    """
+    """One worker process. `kill`: has the forkserver kill the process and its group; `on_gone`:
+    called once, when it is gone and its rollouts have their errors."""
 
     def __init__(
         self,
@@ -166,7 +159,6 @@ class WorkerHandle(asyncio.Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether it can take rollouts, as far as is known."""
         ending = self.end or self.reason or self.stopped or self._socket_ended
         return not ending and not self.gone.is_set()
 
@@ -199,7 +191,6 @@ class WorkerHandle(asyncio.Protocol):
         asyncio.get_running_loop().call_later(self._grace, self._kill, self)
 
     def discard(self) -> None:
-        """Discards a handle whose worker was never forked."""
         self.gone.set()
         if self._transport is not None:
             self._transport.abort()
@@ -211,10 +202,8 @@ class WorkerHandle(asyncio.Protocol):
             self._kill(self)
 
     def tick(self) -> None:
-        """Counts a quarter of `heartbeat_seconds` during which the server itself was responsive.
-
-        Counting ticks instead of time keeps a busy server from blaming its workers.
-        """
+        """Counts a quarter of `heartbeat_seconds` during which the server itself was responsive: a
+        busy server must not blame its workers."""
         self._silent_ticks += 1
         if self.ready and self._silent_ticks > BEATS_PER_SILENCE:
             self.kill_for(
@@ -285,10 +274,7 @@ class WorkerHandle(asyncio.Protocol):
         rollout.timer = loop.call_later(self._grace, self._overdue, rollout)
 
     def _overdue(self, rollout: _RunningRollout) -> None:
-        """Kills a worker whose cancelled rollout goes on.
-
-        Blames the rollout only if the worker's event loop is responsive.
-        """
+        """Blames the rollout only if the worker's event loop is responsive."""
         if rollout.done.done():
             return
         blocked = self._silent_ticks > BEATS_PER_SILENCE // 2

@@ -45,9 +45,8 @@ _ALL_SECONDS = 600.0
 class OwnWorkspace:
     """The `Sandbox` of a worker that itself is in one.
 
-    Args:
-        folder: of the programs; they and environments also know it as /work.
-        home: HOME of programs, beside it; their temporary files are in `tmp` there.
+    `folder`: of the programs, who also know it as /work; `home`: HOME of programs, beside it, with
+    their temporary files in `tmp`.
     """
 
     id = "own"
@@ -125,8 +124,7 @@ class OwnWorkspace:
     async def total(self) -> SandboxUsage:
         return SandboxUsage()
 
-    async def close(self) -> None:
-        """The worker ends it."""
+    async def close(self) -> None: ...
 
     def _place(self, path: str) -> Path:
         if path == SANDBOX_WORK or path.startswith(f"{SANDBOX_WORK}/"):
@@ -155,11 +153,7 @@ class OwnWorkspace:
 
 
 class Kept:
-    """The beginning and the end of an output.
-
-    Args:
-        most: bytes that are kept.
-    """
+    """The beginning and the end of an output, `most` bytes together."""
 
     def __init__(self, most: int) -> None:
         self._first, self._last = most - most // 2, most // 2
@@ -179,7 +173,6 @@ class Kept:
         return bytes(self._head + self._tail)
 
     def text(self) -> str:
-        """Returns it for people, with a line that says what is missing."""
         head, tail = (part.decode("utf-8", "replace") for part in (self._head, self._tail))
         return f"{head}\n[cut: {self.dropped} bytes]\n{tail}" if self.dropped else head + tail
 
@@ -191,15 +184,8 @@ async def finished(
     seconds: float,
     kept: Collection[int],
 ) -> bool:
-    """Waits for a program, ends it with all that it started, and reads what it printed.
-
-    Args:
-        outputs: get its standard output and standard error.
-        kept: the other children of this process.
-
-    Returns:
-        Whether it ended by itself in this time.
-    """
+    """Waits for a program, ends it with all that it started, and reads what it printed; returns
+    whether it ended by itself in this time. `kept`: the other children of this process."""
     reading = [
         asyncio.create_task(_keep(stream, kept))
         for stream, kept in zip((program.stdout, program.stderr), outputs, strict=True)
@@ -277,14 +263,9 @@ _FINAL_LIMITS = ("turns", "tokens", "time", "record")
 
 
 class CallRecord(msgspec.Struct, frozen=True):
-    """What the proxy recorded of an attempt so far (GET record).
-
-    Args:
-        calls: number of calls to the model that were answered.
-        limit: the limit that it was refused for; None: none.
-        text: the model's last words in the main conversation.
-        pending: whether the model's last message there called tools.
-    """
+    """What the proxy recorded of an attempt so far (GET record): the number of `calls` that were
+    answered, the `limit` that the agent was refused for, the model's last `text` in the main
+    conversation, and whether that message called tools (`pending`)."""
 
     calls: int
     limit: str | None
@@ -297,11 +278,8 @@ Record = Callable[[], Awaitable[CallRecord]]
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a program ended.
-
-    Args:
-        status: its exit code, or minus the signal that ended it; None: it could not be started.
-    """
+    """How a program ended. `status`: its exit code, or minus the signal that ended it; None: it
+    could not be started."""
 
     status: int | None
     in_time: bool
@@ -359,10 +337,8 @@ async def harness_task(
 
 
 def _folders() -> tuple[Path, Path]:
-    """Returns the workspace and the program's HOME.
-
-    Where the worker has a file system of its own, the workspace is /work itself.
-    """
+    """Returns the workspace (/work itself where the worker has a file system of its own) and the
+    program's HOME."""
     here = Path.cwd()
     if str(here) == SANDBOX_WORK:
         return here, Path("/tmp/agent")
@@ -396,7 +372,6 @@ def _launch(
 
 
 async def _words(launch: Launch, workspace: OwnWorkspace) -> str:
-    """Returns what the program wrote as its last words; "" if it wrote none."""
     if not launch.words_file:
         return ""
     try:

@@ -17,11 +17,8 @@ from ..models.http_client import HttpError, HttpPool, header, origin_of
 
 
 class RequestFailed(Exception):
-    """The server cannot be reached, or closed the connection before its answer.
-
-    Args:
-        errno: of the system's error, if there was one.
-    """
+    """The server cannot be reached, or closed the connection before its answer. `errno`: of the
+    system's error, if there was one."""
 
     def __init__(self, message: str, errno: int | None = None) -> None:
         super().__init__(message)
@@ -54,12 +51,7 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         seconds: float,
     ) -> Answer:
-        """Sends a request and returns the answer, of whatever status.
-
-        Args:
-            url: `http://HOST[:PORT]/PATH` or https, quoted.
-            seconds: until the whole answer is there.
-        """
+        """Sends a request to a quoted URL and returns the whole answer, of whatever status."""
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")
         lines = b"".join(header(name, value) for name, value in (headers or {}).items())
@@ -80,7 +72,6 @@ class HttpClient:
 
 
 def _errno(error: HttpError) -> int | None:
-    """Returns the number of the system's error from which `error` came, if it came from one."""
     cause = error.__cause__
     return cause.errno if isinstance(cause, OSError) else None
 

@@ -83,13 +83,12 @@ def children(of: int | None = None) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds of a process and its descendants, also of those that it reaped."""
+    """Of a process and its descendants, also of those that it reaped."""
     ticks = sum(map(int, _stat(pid)[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
 
 
 def kill(pid: int) -> None:
-    """Sends SIGKILL to one process, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -97,7 +96,6 @@ def kill(pid: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Sends SIGKILL to a process group, if any of it still exists."""
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -105,7 +103,6 @@ def kill_group(leader: int) -> None:
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Returns the pids of the children of a process (default: this one) and of all below."""
     return [pid for child in children(of) for pid in (child, *descendants(child))]
 
 
@@ -204,7 +201,6 @@ def _mark_programs() -> None:
 
 
 def _kill_at_end(mark: str) -> None:
-    """Starts a process that kills what has `mark` after the end of this one."""
     import subprocess  # not before: it would be in each companion
 
     this = os.pidfd_open(os.getpid())
@@ -224,7 +220,6 @@ def _kill_at_end(mark: str) -> None:
 
 
 def open_descriptors() -> set[int]:
-    """Returns every open file descriptor of this process."""
     found = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
     return {fd for fd in found if _is_open(fd)}
 
@@ -239,7 +234,6 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def limit_resources() -> None:
-    """Turns core dumps off and raises the limit of open files, within reason."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     raise_open_files()
 

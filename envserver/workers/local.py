@@ -64,7 +64,6 @@ class LocalPool:
     """A WorkerPool of processes forked from one warm parent. `async with` it.
 
     Args:
-        config: number of processes and their timeouts.
         env_references: environments that the parent imports once; others are imported when needed.
         sandbox: sandbox of every process (each then runs one rollout); None: no sandbox.
         listen: with a sandbox, serves the proxy on a listening socket.
@@ -159,7 +158,6 @@ class LocalPool:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns current numbers and counts since the start, for the status page."""
         handles = self._supervisor.handles.values() if self._slots else []
         return {
             "processes": len(handles),
@@ -251,7 +249,6 @@ class LocalPool:
 
 
 async def _spent(worker: WorkerHandle) -> Spent | None:
-    """Resource usage of a stopped worker; None if its exit was not observed."""
     await worker.gone.wait()
     end = worker.end
     if end is None or end.status is None:

@@ -31,12 +31,6 @@ def encode(*parts: str) -> bytes:
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames.
-
-    Args:
-        max_bytes: of a frame; None: any.
-    """
-
     def __init__(self, max_bytes: int | None = MAX_FRAME_BYTES) -> None:
         self._reader = framing.FrameReader(max_bytes)
 
@@ -87,7 +81,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
         root: directory for the workers' directories; removed at the end.
         references: environments to import now.
         heartbeat_seconds: a worker that is silent for longer is killed.
-        sandbox: sandbox of every worker; None: no sandbox.
         most_workers: maximum number of live workers.
     """
 

@@ -36,7 +36,7 @@ class OutputLimiter:
         self._tail = b""
         self._told_at = -math.inf
         self.dropped_bytes = 0
-        """Bytes dropped since the last `take_dropped`, without line ends."""
+        """Since the last `take_dropped`, without line ends."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
         """Returns the lines that `data` completes, as far as the budget goes."""
@@ -99,7 +99,6 @@ class PrintedLines:
         self._begun: dict[Stream, str] = {}
 
     def add(self, stream: Stream, text: str) -> None:
-        """Adds what was written; a line is kept when it is complete."""
         *whole, rest = (self._begun.get(stream, "") + text[-MOST_PRINTED:]).split("\n")
         self._begun[stream] = rest[:_LONGEST_LINE]
         now = time.time()
@@ -132,7 +131,6 @@ class KeptStream(io.TextIOWrapper):
         self._stream: Stream = stream
 
     def write(self, text: str, /) -> int:
-        """Writes `text`, and keeps it for the rollout that prints."""
         lines = PRINTING.get()
         if lines is not None:
             lines.add(self._stream, text)
@@ -140,5 +138,4 @@ class KeptStream(io.TextIOWrapper):
 
 
 def kept_stream(descriptor: int, stream: Stream) -> Any:
-    """Returns a text stream that writes to `descriptor`, line by line."""
     return KeptStream(open(descriptor, "wb", closefd=False), stream)

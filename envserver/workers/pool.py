@@ -21,7 +21,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         rollout_id: unique among the rollouts that run at the same time.
         url: of the attempt, with its key, without a slash at the end.
-        env_reference: see `registry.find`.
         isolation: "pooled": beside others in a warm process; "dedicated": in its own process;
             "sandboxed": that process also lives in a sandbox.
         deadline: `time.time()` at which the agent is cancelled.

@@ -40,7 +40,6 @@ MAX_THREADS = 1024
 
 
 def run_until_stopped(control: socket.socket, *, heartbeat_seconds: float) -> None:
-    """Runs until asked to stop."""
     control.setblocking(True)
     link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
     uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
@@ -213,13 +212,11 @@ class WorkerSpec:
     """The data that a forked child needs to become a worker.
 
     Args:
-        control: its socket to the server.
         output_fd: the pipe for all that it prints.
         directory: its own, for the current directory, HOME and TMPDIR.
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
         heartbeat_seconds: how long it may say nothing.
-        companion: the process beside it in its sandbox.
     """
 
     control: socket.socket
@@ -267,7 +264,6 @@ def _leave_the_nursery(spec: WorkerSpec) -> None:
 
 
 def _settle_in(spec: WorkerSpec) -> None:
-    """Own directory, unbuffered lines of output, own random numbers, a trace at a crash."""
     os.chdir(spec.directory)
     os.environ["HOME"] = os.environ["TMPDIR"] = str(spec.directory)
     tempfile.tempdir = None

@@ -95,8 +95,6 @@ class RemoteOpening:
 
 
 class RemoteSandbox(AskedSandbox):
-    """See `sandbox_interface.Sandbox`. Made by `open_remote`."""
-
     def __init__(self, post: Post, opened: Opened) -> None:
         self.id = opened.id
         self.isolation = opened.isolation
@@ -116,13 +114,10 @@ class RemoteSandbox(AskedSandbox):
 
 
 async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
-    """Opens a sandbox of this attempt; raises like `Rollout.open_sandbox`."""
     return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
 
 
 class RemoteProgram:
-    """See `sandbox_interface.RunningProgram`. Made by `open_program`."""
-
     def __init__(self, post: Post, sandbox_id: str) -> None:
         self.result: ExecResult | None = None
         self._post = post
@@ -141,7 +136,6 @@ class RemoteProgram:
 async def open_program(
     post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
 ) -> AsyncIterator[RemoteProgram]:
-    """Runs a program in a sandbox of its own; raises like `Rollout.open_program`."""
     sandbox = await open_remote(post, spec)
     try:
         start = Start(argv=list(argv), env=dict(env))
@@ -182,11 +176,7 @@ _TRIES = 3
 
 
 class EventUploader:
-    """Sends the events of one attempt; its methods are called on the loop.
-
-    Args:
-        url: of the attempt, with its key.
-    """
+    """Sends the events of one attempt; its methods are called on the loop."""
 
     def __init__(self, rollout_id: str, url: str, http: HttpClient) -> None:
         self._rollout_id = rollout_id
@@ -275,7 +265,6 @@ def _started(work: Any) -> asyncio.Task[None]:
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
-    """Returns when `event` is set, or after `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -305,12 +294,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptRun:
-    """The Rollout of one attempt; `environment.Rollout` documents each member.
-
-    Args:
-        url: of the attempt, with its key.
-        patiently: a context in which a blocked loop does not count as a hang.
-    """
+    """The Rollout of one attempt; `environment.Rollout` documents each member. `url`: of the
+    attempt, with its key."""
 
     def __init__(
         self,
@@ -522,7 +507,6 @@ class AttemptRun:
             asked.cancel()
 
     async def finish(self) -> None:
-        """Sends the remaining steps and log lines and closes what was opened."""
         await self._uploader.finish()
         if self._client is not None:
             await self._client.close()

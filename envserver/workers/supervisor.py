@@ -68,10 +68,9 @@ def environment_variables(server: Mapping[str, str], home: str) -> dict[str, str
 
 
 class ForkserverProcess:
-    """One forkserver, in the interpreter of the first environment.
+    """One forkserver, in the interpreter of the first environment; several share one interpreter.
 
     Args:
-        references: environments to import; several share one interpreter.
         on_message: gets each message about a worker: ["forked", id, pid],
             ["lines", id, lines, dropped bytes], ["listening", id, a listening socket of its
             network] or ["exit", id, status, last output, whether memory ran out,
@@ -281,9 +280,7 @@ class Supervisor:
     """Manages the processes of one pool.
 
     Args:
-        references: environments to import once.
         on_gone: called once for every worker, when it is gone.
-        sandbox: sandbox of every worker; None: no sandbox.
         most_workers: maximum number of live workers.
         memory_mb: a worker that the kernel kills above it is itself the cause, not the machine.
         listen: serves the proxy on a listening socket, until the returned server is closed.
@@ -330,7 +327,6 @@ class Supervisor:
             self._up.set()
 
     async def keep(self) -> None:
-        """Restarts the forkserver whenever it is gone, until cancelled."""
         failures = 0
         while True:
             await self._lost.wait()
@@ -345,7 +341,6 @@ class Supervisor:
                 self._lost.set()
 
     async def watch(self) -> None:
-        """Checks the heartbeats of all workers, until cancelled."""
         while True:
             await asyncio.sleep(self._heartbeat_seconds / BEATS_PER_SILENCE)
             for handle in list(self.handles.values()):
