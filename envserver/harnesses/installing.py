@@ -34,7 +34,7 @@ def agents_folder(folder: Path | None = None) -> Path:
 
 
 def installed_version(name: str, folder: Path | None = None) -> str:
-    """ "" if it is not installed."""
+    """Returns the version of an installed program, or ""."""
     try:
         return version_in(agents_folder(folder) / name)
     except ConfigError:  # without a home nothing is installed in it
@@ -52,7 +52,6 @@ def installed_place(harness: Harness, folder: Path | None = None) -> Path:
 
 
 def version_in(place: Path) -> str:
-    """ "" if there is none."""
     try:
         return str(json.loads((place / _MANIFEST).read_text())["version"])
     except (OSError, ValueError, KeyError, TypeError):

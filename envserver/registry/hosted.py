@@ -54,7 +54,7 @@ _log = structlog.get_logger("envserver.services")
 
 
 class HostedServices:
-    """The process of one environment's services and hooks. `reference` names it in its interpreter."""
+    """The process of an environment's services and hooks; `reference`: in its interpreter."""
 
     def __init__(self, interpreter: Interpreter, reference: str, config: dict[str, Any]) -> None:
         self._interpreter = interpreter

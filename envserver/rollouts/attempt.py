@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -41,18 +41,17 @@ from envserver_records.records import (
     Conversation,
     Result,
     SandboxUsage,
+    Score,
     Sequence,
-    ServiceCall,
-    TracedCall,
+    Trajectory,
     Usage,
 )
 from envserver_records.tasks import TurnReward
-from envserver_records.timings import MOST_TIMINGS, EgressRequest, HookEvent, Timing
+from envserver_records.timings import MOST_TIMINGS, HookEvent, Timing
 
 from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt, Timeline
 from ..proxy.bounds import OVER_BOUND
-from ..proxy.server import Proxy
 from ..proxy.worker import job_of, take_result
 from ..telemetry.tracing import agent_span, current, within
 from ..tokens.builder import all_flags, build, find_parents
@@ -60,9 +59,12 @@ from ..tokens.flags import Actions
 from ..tokens.images import held_by
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
-from ..workers.pool import Assignment, Spent, WorkerPool
-from .costs import tokens_of
-from .policy import is_stale, limit_of_death
+from ..workers.pool import Assignment, Spent
+from .costs import ScoringSpent, tokens_of
+from .policy import Untrained, is_stale, limit_of_death
+
+if TYPE_CHECKING:
+    from .group import RolloutContext
 
 
 class StalenessMonitor:
@@ -239,53 +241,41 @@ experts."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored. `attempt`: its sealed record at the proxy; `timings`: without
-    its scoring."""
+    """An attempt that can be scored.
+
+    Args:
+        trajectory: lacks what scoring adds, see `group.trajectory_of`.
+        attempt: its sealed record at the proxy.
+        score: as the scorer gave it.
+    """
 
     result: Result
-    sequences: list[Sequence]
-    tools: list[dict[str, Any]]
-    usage: Usage
-    flags: list[str]
-    calls: list[TracedCall]
-    others: list[Conversation]
+    trajectory: Trajectory
     attempt: ProxyAttempt
-    service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
-    hooks: list[HookEvent] = msgspec.field(default_factory=list)
-    egress: list[EgressRequest] = msgspec.field(default_factory=list)
-    timings: list[Timing] = msgspec.field(default_factory=list)
-    images: dict[str, bytes] = msgspec.field(default_factory=dict)
+    score: Score = msgspec.field(default_factory=lambda: Score(reward=None))
+    spent: ScoringSpent = msgspec.field(default_factory=ScoringSpent)
+    untrained: Untrained = Untrained()
 
 
 async def run_attempt(
-    spec: AttemptSpec,
-    *,
-    proxy: Proxy,
-    proxy_url: str,
-    pool: WorkerPool,
-    actions: Actions,
-    staleness: StalenessMonitor,
-    keep_calls: bool = False,
-    blames_model: bool = False,
+    context: RolloutContext, spec: AttemptSpec, *, blames_model: bool = False
 ) -> Finished:
     """Runs the agent once.
 
     Args:
-        staleness: cancels the attempt when it becomes too stale.
-        proxy_url: address of the proxy for workers, without a trailing slash.
         blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
             model can reach, is always scored then.
     """
     isolation = spec.isolation
-    attempt = proxy.open(spec)
+    attempt = context.proxy.open(spec)
     spent, death = None, None
     try:
-        async with staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):
+        async with context.staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):
             with _traced(attempt, isolation):
-                spent = await pool.run(
+                spent = await context.pool.run(
                     Assignment(
                         rollout_id=spec.rollout_id,
-                        url=f"{proxy_url}/r/{attempt.key}",
+                        url=f"{context.proxy_url}/r/{attempt.key}",
                         env_reference=spec.env_reference,
                         isolation=isolation,
                         deadline=spec.deadline,
@@ -296,8 +286,8 @@ async def run_attempt(
     except WorkerError as error:
         death = error
     finally:
-        proxy.seal(attempt)
-    in_sandboxes = await proxy.settle(attempt)
+        context.proxy.seal(attempt)
+    in_sandboxes = await context.proxy.settle(attempt)
     if isolation == "sandboxed" and attempt.calls and attempt.failure is not None:
         _withdraw_bug(attempt.failure)
     if death is None:
@@ -309,41 +299,58 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    work = partial(_built, attempt, calls, trained, actions)
+    work = partial(_built, attempt, calls, trained, context.actions)
     # A millisecond is not worth the way to a thread and back.
     built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built
     last = main_call(counted, spec.agents)
-    return Finished(
-        result=Result(
-            output=attempt.output,
-            messages=[*last.messages, last.message] if last else [],
-            finish_reason=last.finish_reason if last else None,
-            truncated=limit in _CUTTING_LIMITS
-            or attempt.limits.ended_agent
-            or bool(last and last.finish_reason == "length"),
-            limit=limit,
-            turns=_turns(counted),
-            completion_tokens=_sampled(counted),
-            metrics=dict(attempt.metrics),
-            flags=sorted(attempt.flags),
-            actions=attempt.steps.taken(),
-            turn_rewards=resolved(attempt.turn_rewards, answered, attempt.committed_at, spec),
-            calls={agent or "": indices for agent, indices in answered.items()},
-        ),
+    result = Result(
+        output=attempt.output,
+        messages=[*last.messages, last.message] if last else [],
+        finish_reason=last.finish_reason if last else None,
+        truncated=limit in _CUTTING_LIMITS
+        or attempt.limits.ended_agent
+        or bool(last and last.finish_reason == "length"),
+        limit=limit,
+        turns=_turns(counted),
+        completion_tokens=_sampled(counted),
+        metrics=dict(attempt.metrics),
+        flags=sorted(attempt.flags),
+        actions=attempt.steps.taken(),
+        turn_rewards=resolved(attempt.turn_rewards, answered, attempt.committed_at, spec),
+        calls={agent or "": indices for agent, indices in answered.items()},
+    )
+    started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages
+    trajectory = Trajectory(
+        rollout_id=spec.rollout_id,
+        attempt=spec.attempt,
+        task_id=spec.task.id,
+        env=spec.env,
         sequences=sequences,
+        messages=result.messages if shown else [],
         tools=last.tools if last else [],
-        usage=_usage(calls, time.time() - attempt.timeline.started_at, spent, in_sandboxes, limit),
+        output=result.output,
+        score=Score(reward=None),
+        finish_reason=result.finish_reason,
+        truncated=result.truncated,
+        limit=limit,
+        turns=result.turns,
+        usage=_usage(calls, time.time() - started_at, spent, in_sandboxes, limit),
         flags=_flags(attempt, trained, sequences),
-        calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
-        others=other_conversations(calls, last),
+        metrics=result.metrics,
+        calls=pack_calls(calls, find_parents(calls)) if context.keep_calls else [],
+        actions=result.actions,
+        others=other_conversations(calls, last) if shown else [],
         service_calls=attempt.asked_services,
+        turn_rewards=result.turn_rewards,
+        agent_calls=result.calls,
         hooks=_hook_events(attempt, calls),
         egress=[copy.copy(request) for request in attempt.egress.requests],
+        started_at=started_at,
         timings=timings,
         images=images,
-        attempt=attempt,
     )
+    return Finished(result=result, trajectory=trajectory, attempt=attempt)
 
 
 def _take(attempt: ProxyAttempt, result: bytes) -> None:

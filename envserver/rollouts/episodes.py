@@ -115,14 +115,11 @@ class Episode:
         context, rollout_id = self._context, f"{self.id}-r0"
         with self._engine.played_by(rollout_id, self._ask):
             async with context.slots:
-                finished = await run_attempt(
-                    _played(attempt_spec(context, self._task, rollout_id, 1), self._agent),
-                    proxy=context.proxy,
-                    proxy_url=context.proxy_url,
-                    pool=context.pool,
-                    actions=context.actions,
-                    staleness=StalenessMonitor(None),
+                spec = attempt_spec(context, self._task, rollout_id, 1)
+                unwatched = msgspec.structs.replace(
+                    context, staleness=StalenessMonitor(None), keep_calls=False
                 )
+                finished = await run_attempt(unwatched, _played(spec, self._agent))
         score = await score_once(context.scorer, self._task, finished.result)
         score = context.scorer.delivered(score)
         reward = score.of_agent(next(iter(context.agents), None))

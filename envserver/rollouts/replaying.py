@@ -108,7 +108,7 @@ def _answer(message: Message, number: int) -> Call:
 
 
 class Player:
-    """An Engine that plays `exchanges`. `exact`: the record has the ids and logprobs of every call."""
+    """An Engine that plays `exchanges`. `exact`: the record has ids and logprobs of every call."""
 
     kind = "replay"
 

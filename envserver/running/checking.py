@@ -251,20 +251,19 @@ class _Plays:
             task=task,
         )
         try:
-            rollout = await run_rollout(context, request, scored=True)
+            finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
             return
-        finished = rollout.finished
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
-        played.seconds += finished.usage.seconds
+        played.seconds += finished.trajectory.usage.seconds
         if finished.result.limit is not None:
             played.limits[finished.result.limit] += 1
         if name == DEMONSTRATION:
             self._problems += _shown_secrets(finished, task)
-        if self._counted(played, task, context.scorer.delivered(rollout.score).reward):
+        if self._counted(played, task, context.scorer.delivered(finished.score).reward):
             self.right[task.id] = finished.result.output
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
