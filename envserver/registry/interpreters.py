@@ -82,14 +82,7 @@ class _Popen(popen_spawn_posix.Popen):
         python = process_obj.interpreter
         tracker = cast(int, resource_tracker.getfd())
         self._fds.append(tracker)
-        data = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            facts = {**preparation(process_obj.name), "sys_path": python.search_path}
-            reduction.dump(facts, data)
-            reduction.dump(process_obj, data)
-        finally:
-            set_spawning_popen(None)
+        data = dumped(self, process_obj, sys_path=python.search_path)
         parent_reads, child_writes = os.pipe()
         child_reads, parent_writes = os.pipe()
         try:
@@ -101,18 +94,26 @@ class _Popen(popen_spawn_posix.Popen):
         self.sentinel = parent_reads
         self.finalizer = util.Finalize(self, os.close, (parent_reads,))
         with os.fdopen(parent_writes, "wb") as pipe:
-            pipe.write(data.getbuffer())
+            pipe.write(data)
 
 
-def preparation(name: str) -> dict[str, Any]:
-    """Returns the facts that a process gets first.
+def dumped(popen: Any, process_obj: BaseProcess, **facts: Any) -> memoryview:
+    """Returns what a process that `popen` starts gets first: facts, and itself.
 
     It does not import the caller's script, as multiprocessing would: that would run it again where
     it has no `if __name__ == "__main__"`.
     """
     with start_method_stays():
-        data = spawn.get_preparation_data(name)
-    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+        given = spawn.get_preparation_data(process_obj.name)
+    own = {key: value for key, value in given.items() if not key.startswith("init_main")}
+    data = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump({**own, **facts}, data)
+        reduction.dump(process_obj, data)
+    finally:
+        set_spawning_popen(None)
+    return data.getbuffer()
 
 
 @contextmanager

@@ -16,11 +16,12 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from envserver_records.errors import EnvserverError, Failure
-from envserver_records.records import Message, Task
+from envserver_records.records import Task
 from envserver_records.waiting import cancel_and_wait
 
 from ..environment import Caller, Environment, Service, Services
@@ -33,26 +34,6 @@ from .host import failure_of
 HEAD_BYTES = 8
 """Length of a frame, big-endian, before it."""
 _MOST_TRACEBACK = 8000
-
-
-class CallerData(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Caller` that can be sent; `state` is the number of an open state."""
-
-    rollout_id: str
-    group_id: str
-    task: Task
-    state: int | None = None
-
-
-class HookData(msgspec.Struct, frozen=True, kw_only=True):
-    """A `ModelCall` that can be sent."""
-
-    agent: str | None
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    prompt: Any
-    answer: Message | None
-    choice: int
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -89,6 +70,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     names: list[str]
     has_state: bool
+
+
+def ignored(word: str) -> None:
+    """Takes the flags of what belongs to no request: a state, a group's end."""
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
@@ -203,17 +188,17 @@ class _Host:
         )
 
     async def service(
-        self, number: int, name: str, arguments: dict[str, Any], caller: CallerData
+        self, number: int, name: str, arguments: dict[str, Any], caller: Caller
     ) -> Any:
         return await self._services[name](arguments, self._caller(number, caller))
 
-    async def hook(self, number: int, name: str, call: HookData, caller: CallerData) -> Any:
+    async def hook(self, number: int, name: str, call: ModelCall) -> Any:
         """Runs a hook; returns the reason, whether it refuses, and what it changes."""
-        looked = ModelCall(caller=self._caller(number, caller), **msgspec.structs.asdict(call))
-        waiting = getattr(self._environment, name)(looked)
+        call.caller = self._caller(number, call.caller)
+        waiting = getattr(self._environment, name)(call)
         if waiting is not None:
             await waiting
-        return looked.reason, looked.refused, looked.changes
+        return call.reason, call.refused, call.changes
 
     async def open_state(self, number: int, task: Task) -> int:
         make = self._services.state
@@ -234,19 +219,18 @@ class _Host:
         shown = self._services.shown(group_id)
         return await shown if inspect.isawaitable(shown) else shown
 
-    def _caller(self, number: int, data: CallerData) -> Caller:
-        """Returns what a request sees of its rollout; its task is a user of the state."""
-        if data.state is not None:
-            users = self._users.setdefault(data.state, set())
+    def _caller(self, number: int, caller: Caller) -> Caller:
+        """Returns what a request sees of its rollout; its task is a user of the state, of which
+        `caller` has the number."""
+        state = None
+        if caller.state is not None:
+            users = self._users.setdefault(caller.state, set())
             task = self._running[number]
             users.add(task)
             task.add_done_callback(users.discard)
-        return Caller(
-            rollout_id=data.rollout_id,
-            group_id=data.group_id,
-            task=data.task,
-            flag=lambda word: self._send(Flagged(number, str(word))),
-            state=None if data.state is None else self._states[data.state][0],
+            state = self._states[caller.state][0]
+        return replace(
+            caller, flag=lambda word: self._send(Flagged(number, str(word))), state=state
         )
 
 

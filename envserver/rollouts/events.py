@@ -76,6 +76,20 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     alike: tuple[Alike, ...] = ()
 
 
+def dropped(request: GroupRequest, drop: Drop) -> GroupDropped:
+    return GroupDropped(
+        group_id=request.group_id,
+        index=request.index,
+        task_id=request.task.id,
+        reason=drop.reason,
+        failed=drop.failed,
+        message=drop.message,
+        at=time.time(),
+        scored=drop.scored,
+        alike=drop.alike,
+    )
+
+
 class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
     """A group is stored durably in the sink."""
 
@@ -91,13 +105,17 @@ class Observer(Protocol):
     def __call__(self, event: Event) -> None: ...
 
 
-class GroupSink(Protocol):
+class OrderSink(Protocol):
+    """Stores finished groups."""
+
     async def put(self, group: Group) -> None:
         """Returns when `group` is durable; the same `group_id` twice is stored once."""
 
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns the ids of groups that need not be made again."""
 
+
+class GroupSink(OrderSink, Protocol):
     async def wait_for_capacity(self) -> None:
         """Waits until another group may start."""
 

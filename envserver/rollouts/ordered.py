@@ -13,7 +13,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import msgspec
 import structlog
@@ -23,7 +23,7 @@ from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment
-from .events import GroupDelivered, GroupDropped
+from .events import GroupDelivered, OrderSink, dropped
 from .group import RolloutContext, make_group
 from .policy import Drop, GroupRules
 from .stream import GroupRequest, aside, tasks_of
@@ -96,15 +96,6 @@ _FORGOTTEN_AFTER_SECONDS: Final = 600.0
 _AGAIN_SECONDS: Final = 1.0
 
 
-class GroupSink(Protocol):
-    """Stores the finished groups of orders."""
-
-    async def put(self, group: Group) -> None:
-        """Returns when `group` is durable."""
-
-    async def known(self, group_ids: list[str]) -> set[str]: ...
-
-
 class GroupsOrder(msgspec.Struct, frozen=True):
     """A request for groups of `group_size` rollouts, one for each of `task_ids`; the same order
     with the same `key` (the caller's name for it) is the same order."""
@@ -137,7 +128,7 @@ class _Open:
 class Orders:
     """All orders of a server; an async context manager that gives them up at its end."""
 
-    def __init__(self, parts: Sequence[RolloutContext], sink: GroupSink) -> None:
+    def __init__(self, parts: Sequence[RolloutContext], sink: OrderSink) -> None:
         self._parts = {one.environment.name: one for one in parts}
         self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
         self._sink = sink
@@ -240,17 +231,7 @@ class Orders:
             group = _nothing(request, made, order) if isinstance(made, Drop) else made
             await self._put(group)
         if isinstance(made, Drop):
-            context.observer(
-                GroupDropped(
-                    group_id=request.group_id,
-                    index=request.index,
-                    task_id=request.task.id,
-                    reason=made.reason,
-                    failed=made.failed,
-                    message=made.message,
-                    at=time.time(),
-                )
-            )
+            context.observer(dropped(request, made))
         else:
             context.observer(GroupDelivered(group=made))
         self._open[order].done += 1

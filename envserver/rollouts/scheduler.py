@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -34,7 +35,7 @@ from ..environment import Environment
 from ..settings.config import RolloutsConfig
 from ..telemetry.tracing import evaluation, gathered
 from .estimates import Scored
-from .events import GroupDelivered, GroupDropped, GroupSink, Observer
+from .events import GroupDelivered, GroupSink, Observer, dropped
 from .policy import Drop, UntrainedCeiling, retry_delay_seconds
 from .stream import GroupRequest, read
 
@@ -188,6 +189,7 @@ class Turns:
         return Lane(self, name)
 
     async def take(self, name: str, size: int) -> bool:
+        """Waits until a group of `size` rollouts may start; False: no more groups are wanted."""
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._silent_since.pop(name, None)
         self._asking[name] = (size, granted)
@@ -212,6 +214,7 @@ class Turns:
         self._give()
 
     def left(self, name: str) -> None:
+        """Notes that the environment starts no further group."""
         self._silent_since.pop(name, None)
         self._give()
 
@@ -253,22 +256,12 @@ class Turns:
 
 
 class Lane:
-    """Turns of one environment in a mix."""
+    """The turns of one environment in a mix."""
 
     def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
-        self._name = name
-
-    async def take(self, size: int) -> bool:
-        """Waits until a group of `size` rollouts may start; False: no more groups are wanted."""
-        return await self._turns.take(self._name, size)
-
-    def ended(self, size: int, how: Ending) -> None:
-        self._turns.ended(self._name, size, how)
-
-    def left(self) -> None:
-        """Notes that the environment starts no further group."""
-        self._turns.left(self._name)
+        self.take = partial(turns.take, name)
+        self.ended = partial(turns.ended, name)
+        self.left = partial(turns.left, name)
 
 
 log = structlog.get_logger()
@@ -409,43 +402,38 @@ class Scheduler:
         if errors:
             raise errors[0]
 
-    async def _has_capacity(self) -> bool:
-        """Waits until the sink has capacity; False if the run is drained meanwhile."""
-        room = asyncio.create_task(self._sink.wait_for_capacity())
+    async def _arrives(
+        self, waiting: asyncio.Future[Any], others: Iterable[asyncio.Task[Any]] = ()
+    ) -> bool:
+        """Returns whether `waiting` is done before the run is drained and one of `others` ends."""
         drain = asyncio.create_task(self._draining.wait())
         try:
-            await asyncio.wait({room, drain, *self._open}, return_when=asyncio.FIRST_COMPLETED)
-            if room.done():
-                room.result()
-            return room.done() and not drain.done()
+            await asyncio.wait({waiting, drain, *others}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.done() and not drain.done()
         finally:
-            await cancel_and_wait(room, drain)
+            await cancel_and_wait(waiting, drain)
+
+    async def _has_capacity(self) -> bool:
+        room = asyncio.create_task(self._sink.wait_for_capacity())
+        if arrives := await self._arrives(room, self._open):
+            room.result()
+        return arrives
 
     async def _next_request(self) -> GroupRequest | None:
         reading = read(self._requests)
-        drain = asyncio.create_task(self._draining.wait())
-        try:
-            first: set[asyncio.Future[Any]] = {reading, drain}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            return None if drain.done() else reading.result()
-        finally:
-            await cancel_and_wait(reading, drain)
+        return reading.result() if await self._arrives(reading) else None
 
     async def _has_turn(self) -> bool:
         """Waits for the turn of the next group; False if none is wanted or the run is drained."""
         if self._lane is None:
             return True
         turn = asyncio.create_task(self._lane.take(self._size))
-        drain = asyncio.create_task(self._draining.wait())
         used = False
         try:
-            first: set[asyncio.Future[Any]] = {turn, drain}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            used = not drain.done()
+            used = await self._arrives(turn)
             return used and turn.result()
         finally:
-            given, _ = await cancel_and_wait(turn, drain)
-            if given is True and not used:
+            if not used and (await cancel_and_wait(turn))[0] is True:
                 self._lane.ended(self._size, "failed")
 
     def _return_turn(self, group: asyncio.Task[Ending]) -> None:
@@ -486,19 +474,7 @@ class Scheduler:
             log.warning("group.not_counted", group_id=drop.scored.group_id, error=str(error))
 
     def _dropped(self, request: GroupRequest, drop: Drop) -> None:
-        self._context.observer(
-            GroupDropped(
-                group_id=request.group_id,
-                index=request.index,
-                task_id=request.task.id,
-                reason=drop.reason,
-                failed=drop.failed,
-                message=drop.message,
-                at=time.time(),
-                scored=drop.scored,
-                alike=drop.alike,
-            )
-        )
+        self._context.observer(dropped(request, drop))
         if drop.reason == "untrained" and self._stop_on_failures:
             raise TooMuchUntrained(drop.message, hint=self._context.ceiling.hint())
         self._judge_bug(drop)

@@ -9,7 +9,6 @@ applies. While a scorer waits for the judge, its clock stands still.
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import os
 import pickle
@@ -19,22 +18,16 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, util
-from multiprocessing.context import (
-    BaseContext,
-    ForkServerContext,
-    ForkServerProcess,
-    set_spawning_popen,
-)
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
-    Failure,
     JudgeError,
     RewardError,
     SandboxError,
@@ -50,8 +43,8 @@ from ..judges.server import JudgeServer
 from ..registry.interpreters import (
     SETTINGS,
     InterpreterContext,
+    dumped,
     interpreter_of,
-    preparation,
     start_method_stays,
 )
 from ..sandbox.maker import SandboxAddress
@@ -222,19 +215,13 @@ class _Popen(popen_forkserver.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        data = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation(process_obj.name), data)
-            reduction.dump(process_obj, data)
-        finally:
-            set_spawning_popen(None)
+        data = dumped(self, process_obj)
         self.sentinel, pipe = _server.connect_to_new_process(self._fds)
         # By its end of this pipe the process sees that this one has ended.
         kept = os.dup(pipe)
         self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
         with os.fdopen(pipe, "wb") as file:
-            file.write(data.getbuffer())
+            file.write(data)
         self.pid = forkserver.read_signed(self.sentinel)
 
 
@@ -325,6 +312,7 @@ def _place_its_socket() -> None:
         tempfile.tempdir = usual
 
 
+T = TypeVar("T")
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
 SCORING_FAILURES = ScorerError, SandboxError, JudgeError
@@ -336,14 +324,6 @@ _THEIR_ERRORS: dict[str, type[SandboxError | JudgeError]] = {
 
 SCORER_KILLED = "scorer_killed"
 """Metric of a score, and flag of a rollout, whose text used up the scorer's CPU seconds."""
-
-
-class ScoredRow(msgspec.Struct, kw_only=True):
-    reward: float | None = None
-    components: dict[str, float] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    error: str | None = None
-    rewards: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class ScorerDied(ScorerError): ...
@@ -393,17 +373,15 @@ class ScorerPool:
 
     async def __aenter__(self) -> Self:
         check_working_directory()
+        calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
         try:
-            calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
-            outcomes = await asyncio.gather(*calls)
+            answers = await asyncio.gather(*calls)
+            declared: Declared | None = self._declared
+            for answer in answers:
+                declared = _value(answer)
         except BaseException:
             await self._close()
             raise
-        failure = next((outcome.failure for outcome in outcomes if outcome.failure), None)
-        if failure is not None:
-            await self._close()
-            _raise(failure)
-        declared: Declared | None = outcomes[0].value if outcomes else self._declared
         assert declared is not None
         self._limits, self._rules = declared.limits, declared.rewards
         self.needs_token_ids = declared.token_ids
@@ -435,27 +413,19 @@ class ScorerPool:
         scores: list[Score],
         spent: ScoringSpent | None = None,
     ) -> list[Score]:
-        arguments = (task, results, scores)
-        final: list[Score] = await self._ask(scorer_process.score_group, arguments, spent)
-        return final
+        return await self._ask(scorer_process.score_group, (task, results, scores), spent)
 
     async def task_digests(self, count: int) -> list[str]:
         unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
-        async with self._free_scorer() as scorer:
-            answer = await scorer.call(scorer_process.task_digests, (count,), unlimited)
-        if answer.failure is not None:
-            _raise(answer.failure)
-        digests: list[str] = answer.value
+        answer = await self._answer(scorer_process.task_digests, (count,), limits=unlimited)
+        digests: list[str] = _value(answer)
         return digests
 
     async def score_rows(self, tasks: list[Task]) -> list[RowScore]:
-        answer = await self._answer(scorer_process.score_rows, (tasks,), None)
-        if answer.failure is not None:
-            _raise(answer.failure)
-        scores: list[RowScore] = answer.value
+        scores: list[RowScore] = _value(await self._answer(scorer_process.score_rows, (tasks,)))
         return scores
 
-    async def score_row(self, row: RowToScore) -> ScoredRow:
+    async def score_row(self, row: RowToScore) -> Score:
         """Returns the score of a bare row; its `error` holds any failure. A row whose scorer died
         is scored once more."""
         try:
@@ -464,14 +434,8 @@ class ScorerPool:
             except ScorerDied:
                 score = await self._score_row(row)
         except (*SCORING_FAILURES, ConfigError) as error:
-            return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
-        final = self.delivered(score)
-        return ScoredRow(
-            reward=final.reward,
-            components=final.components,
-            metrics=final.metrics,
-            rewards=final.rewards,
-        )
+            return Score(error=f"{error.detail.get('cause', error.kind)}: {error}")
+        return self.delivered(score)
 
     async def _score_row(self, row: RowToScore) -> Score:
         empty = msgspec.structs.replace(row, response="", messages=[])
@@ -479,7 +443,7 @@ class ScorerPool:
 
     async def _score(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Score],
         args: tuple[Any, ...],
         without_text: tuple[Any, ...],
         spent: ScoringSpent | None = None,
@@ -491,7 +455,7 @@ class ScorerPool:
         with an empty answer (`without_text`) is done within the limit.
         """
         try:
-            score: Score = await self._ask(function, args, spent)
+            return await self._ask(function, args, spent)
         except ScorerOutOfCpu as error:
             try:
                 await self._answer(function, without_text, spent)
@@ -502,24 +466,26 @@ class ScorerPool:
                     hint="Set the environment's score_cpu_seconds.",
                 ) from again
             return Score(reward=self.rules.range.worst, metrics={SCORER_KILLED: 1.0})
-        return score
 
     async def _ask(
-        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
-    ) -> Any:
-        outcome = await self._answer(function, args, spent)
-        self._spent(outcome.seconds, outcome.cpu_seconds)
-        if outcome.failure is not None:
-            _raise(outcome.failure)
-        return outcome.value
+        self, function: Callable[..., T], args: tuple[Any, ...], spent: ScoringSpent | None
+    ) -> T:
+        answer = await self._answer(function, args, spent)
+        self._spent(answer.seconds, answer.cpu_seconds)
+        value: T = _value(answer)
+        return value
 
     async def _answer(
-        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        spent: ScoringSpent | None = None,
+        limits: ScoreLimits | None = None,
     ) -> ScorerAnswer:
         async with self._free_scorer() as scorer:
             started = time.monotonic()
             try:
-                return await scorer.call(function, args, self._limits)
+                return await scorer.call(function, args, limits or self._limits)
             finally:
                 judged = scorer.take_judge_usage()
                 if spent is not None:
@@ -649,17 +615,18 @@ class _Timer:
                 self._left = None
 
 
-def _raise(failure: Failure) -> NoReturn:
+def _value(answer: ScorerAnswer) -> Any:
     """Errors that a person must repair (a setting, a missing library) stop the run."""
-    if failure.kind == ConfigError.kind:
-        raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
-    if failure.kind == RewardError.kind:
-        raise RewardError(failure.message, hint=failure.hint, **failure.detail)
+    failure = answer.failure
+    if failure is None:
+        return answer.value
     if failure.kind in _THEIR_ERRORS:
         raise _THEIR_ERRORS[failure.kind](failure.message, hint=failure.hint)
-    raise ScorerError(
-        failure.message, hint=failure.hint, **{**failure.detail, "cause": failure.kind}
-    )
+    for kind in (ConfigError, RewardError):
+        if failure.kind == kind.kind:
+            raise kind(failure.message, hint=failure.hint, **failure.detail)
+    detail = {**failure.detail, "cause": failure.kind}
+    raise ScorerError(failure.message, hint=failure.hint, **detail)
 
 
 async def score_once(

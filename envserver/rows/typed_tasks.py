@@ -31,16 +31,6 @@ from envserver_records.tasks import PublicTask, Task
 
 from ..environment import Environment
 
-#     @dataclass
-#     class Sum:
-#         id: str
-#         question: str
-#         answer: Hidden[int]
-#
-#     class Addition(Environment[Sum]):
-#         def tasks(self, split: Split) -> Iterator[Sum]:
-#             yield Sum("sum-0", "1 + 1?", 2)
-
 T = TypeVar("T")
 _HIDDEN: Final = "envserver.hidden"
 Hidden = Annotated[T, _HIDDEN]

@@ -265,7 +265,7 @@ class StoreSink:
 
 
 class StoreOrderSink:
-    """Stores the groups of orders (`rollouts.ordered.GroupSink`).
+    """Stores the groups of orders (`rollouts.events.OrderSink`).
 
     No run ever leases them: a client fetches them by id. Retention keeps them as long as
     delivered groups.

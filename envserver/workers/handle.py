@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from envserver_records.errors import (
     ConflictError,
@@ -22,9 +22,13 @@ from envserver_records.errors import (
     WorkerGarbage,
     WorkerHung,
 )
+from envserver_records.framing import FrameReader
 
-from .messages import BEATS_PER_SILENCE, FrameReader, encode
+from .messages import BEATS_PER_SILENCE, MAX_FRAME_BYTES, decode, encode
 from .pool import Assignment
+
+if TYPE_CHECKING:
+    from ..settings.config import WorkersConfig
 
 # A single rollout in the process gets the error. Of several, the known culprits get it and the
 # others are marked as `mate` in the error's detail. If no culprit is known, all are marked as
@@ -132,9 +136,8 @@ class WorkerHandle(asyncio.Protocol):
     def __init__(
         self,
         worker_id: str,
+        config: WorkersConfig,
         *,
-        kill_grace_seconds: float,
-        heartbeat_seconds: float,
         kill: Callable[[WorkerHandle], None],
         on_gone: Callable[[WorkerHandle], None],
     ) -> None:
@@ -146,14 +149,14 @@ class WorkerHandle(asyncio.Protocol):
         self.stopped = False
         self.gone = asyncio.Event()
         self.rollouts: dict[str, _RunningRollout] = {}
-        self._grace = kill_grace_seconds
+        self._grace = config.kill_grace_seconds
         self._patience_ticks = max(
-            BEATS_PER_SILENCE, round(START_SECONDS * BEATS_PER_SILENCE / heartbeat_seconds)
+            BEATS_PER_SILENCE, round(START_SECONDS * BEATS_PER_SILENCE / config.heartbeat_seconds)
         )
         self._kill = kill
         self._on_gone = on_gone
         self._silent_ticks = 0
-        self._frames = FrameReader()
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._transport: asyncio.WriteTransport | None = None
         self._socket_ended = False
 
@@ -223,15 +226,14 @@ class WorkerHandle(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.WriteTransport, transport
-        )  # uvloop's class is not a subclass
+        # uvloop's class is not a subclass
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
         try:
-            for frame in self._frames.feed(data):
-                self._take(frame)
+            for body in self._frames.feed(data):
+                self._take(decode(body))
         except ValueError as error:
             message = f"The worker sent garbage on its control socket: {error}."
             self.kill_for(KillReason(WorkerGarbage, message))

@@ -11,7 +11,6 @@ import asyncio
 import inspect
 import io
 import os
-import signal
 import stat
 import sys
 import tarfile
@@ -31,6 +30,7 @@ from ..environment import Environment
 from ..harnesses import harness_of
 from ..harnesses.launch import Launch, Session
 from ..rollout_interface import HarnessSpec, HarnessTask
+from . import linux
 from .run import AttemptRun
 
 # An environment reads a program's output with the same functions with which it reads that of its
@@ -76,7 +76,7 @@ class OwnWorkspace:
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
         limits = limits or SandboxLimits(wall_seconds=_ALL_SECONDS, output_kb=8192)
-        kept = children()
+        kept = linux.children()
         try:
             program = await asyncio.create_subprocess_exec(
                 *argv,
@@ -222,28 +222,13 @@ async def _feed(stream: asyncio.StreamWriter | None, data: bytes) -> None:
 
 def end_descendants(kept: Collection[int] = ()) -> None:
     """Kills the processes that this worker started, with all that these started."""
-    while ours := [pid for pid in _children(os.getpid()) if pid not in kept]:
-        found = [*ours]
-        for pid in found:
-            found += _children(pid)
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    while ours := [pid for pid in linux.children() if pid not in kept]:
+        for pid in [*ours, *(below for child in ours for below in linux.descendants(child))]:
+            with suppress(PermissionError):
+                linux.kill(pid)
         for pid in ours:  # their children become ours
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
-
-
-def children() -> frozenset[int]:
-    return frozenset(_children(os.getpid()))
 
 
 Ending = Literal["finished", "limit", "timed_out", "crashed", "not_started"]
@@ -393,7 +378,7 @@ async def _run(
     began = time.monotonic()
     left = run.seconds_left
     seconds = left - min(_READING_SECONDS, left * _READING_SHARE)
-    kept = children()
+    kept = linux.children()
     outputs = [Kept(spec.output_bytes // 2), Kept(spec.output_bytes // 2)]
     try:
         program = await asyncio.create_subprocess_exec(

@@ -22,7 +22,7 @@ from envserver_records.waiting import Backoff
 from .. import registry
 from ..settings.config import WorkersConfig
 from .handle import WorkerHandle
-from .messages import WorkerSandbox
+from .messages import Boot, WorkerSandbox
 from .pool import Assignment, Spent
 from .supervisor import Listen, Supervisor
 
@@ -94,16 +94,13 @@ class LocalPool:
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)
         self._slots = [_Slot() for _ in range(0 if self._sandbox else config.processes)]
-        self._supervisor = Supervisor(
-            self._references,
+        boot = Boot(
+            references=self._references,
             heartbeat_seconds=config.heartbeat_seconds,
-            kill_grace_seconds=config.kill_grace_seconds,
-            on_gone=self._gone,
             sandbox=self._sandbox,
             most_workers=config.dedicated + _SPARE_WORKERS,
-            memory_mb=config.memory_mb,
-            listen=self._listen,
         )
+        self._supervisor = Supervisor(config, boot, self._gone, self._listen)
         await self._supervisor.start()
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()

@@ -11,8 +11,6 @@ sends stays small, and the first bytes show what is not a frame.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 from envserver_records import framing
 
@@ -23,23 +21,11 @@ MAX_RESULT_BYTES = 32 * 1024
 BEATS_PER_SILENCE = 4
 """Beats in the time after which a silent worker counts as hung."""
 
-_decoder = msgspec.msgpack.Decoder(list[str])
+decode = msgspec.msgpack.Decoder(list[str]).decode
 
 
 def encode(*parts: str) -> bytes:
     return framing.frame(msgspec.msgpack.encode(parts))
-
-
-class FrameReader:
-    def __init__(self, max_bytes: int | None = MAX_FRAME_BYTES) -> None:
-        self._reader = framing.FrameReader(max_bytes)
-
-    def feed(self, data: bytes) -> Iterator[list[str]]:
-        for body in self._reader.feed(data):
-            parts = _decoder.decode(body)
-            if not parts:
-                raise ValueError("a frame cannot be empty")
-            yield parts
 
 
 READ_BYTES = 65536
@@ -84,10 +70,10 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
         most_workers: maximum number of live workers.
     """
 
-    control_fd: int
-    server_pid: int
-    root: str
     references: list[str]
     heartbeat_seconds: float
+    control_fd: int = -1
+    server_pid: int = 0
+    root: str = ""
     sandbox: WorkerSandbox | None = None
     most_workers: int = 1

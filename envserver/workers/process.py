@@ -27,13 +27,14 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import uvloop
+from envserver_records.framing import FrameReader
 
 from . import linux
 from .attempt import Instances, WorkerAttempt, WorkerResources
 from .companions import Companion, give_companion
 from .handle import EXIT_CRASHED
 from .http_client import HttpClient
-from .messages import BEATS_PER_SILENCE, FrameReader, encode
+from .messages import BEATS_PER_SILENCE, decode, encode
 from .output import kept_stream
 
 MAX_THREADS = 1024
@@ -55,7 +56,7 @@ class _Link:
     def __init__(self, control: socket.socket, beat_seconds: float) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._frames = FrameReader(max_bytes=None)
+        self._frames = FrameReader()
         self.beat_seconds = beat_seconds
 
     def fileno(self) -> int:
@@ -78,7 +79,7 @@ class _Link:
             data = b""
         if not data:
             _end_with_the_server()
-        yield from self._frames.feed(data)
+        yield from map(decode, self._frames.feed(data))
 
     @contextmanager
     def beating(self) -> Iterator[None]:

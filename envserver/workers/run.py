@@ -136,13 +136,10 @@ class RemoteProgram:
 async def open_program(
     post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
 ) -> AsyncIterator[RemoteProgram]:
-    sandbox = await open_remote(post, spec)
-    try:
+    async with RemoteOpening(post, spec) as sandbox:
         start = Start(argv=list(argv), env=dict(env))
         await _answer(post, f"{sandbox.id}/start", start, type(None))
         yield RemoteProgram(post, sandbox.id)
-    finally:
-        await sandbox.close()
 
 
 @contextmanager
@@ -265,11 +262,9 @@ def _started(work: Any) -> asyncio.Task[None]:
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return
 
 
 AGENT_HEADER = "x-agent"
@@ -343,13 +338,7 @@ class AttemptRun:
                 import openai
             # Its own transport, so that an agent may close it; without TLS it costs half a ms.
             transport = openai.DefaultAioHttpClient(verify=self._is_tls, trust_env=False)
-            self._client = openai.AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                max_retries=CLIENT_RETRIES,
-                timeout=self.seconds_left,
-                http_client=transport,
-            )
+            self._client = openai.AsyncOpenAI(**self._client_options, http_client=transport)
         return self._client
 
     @property
@@ -358,14 +347,17 @@ class AttemptRun:
             import openai
 
             transport = openai.DefaultHttpxClient(verify=self._is_tls, trust_env=False)
-            self._blocking_client = openai.OpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                max_retries=CLIENT_RETRIES,
-                timeout=self.seconds_left,
-                http_client=transport,
-            )
+            self._blocking_client = openai.OpenAI(**self._client_options, http_client=transport)
         return self._blocking_client
+
+    @property
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "base_url": self.base_url,
+            "api_key": self.api_key,
+            "max_retries": CLIENT_RETRIES,
+            "timeout": self.seconds_left,
+        }
 
     async def chat(
         self,
