@@ -1,7 +1,4 @@
-"""External agents: how each is started.
-
-The command is any program: `--agent.command "my-agent --task {instruction_file}"`.
-"""
+"""External agents: how each is started."""
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
-"""Finds environments by the name of an entry point, by the path of a .py file, a folder or rows,
-or by another framework's scheme (`SCHEME:NAME`).
+"""Finds environments: entry points, .py files, folders, rows, and `SCHEME:NAME` of other
+frameworks.
 
-Installed packages (`installed`) offer entry points, too. An environment with an interpreter of its
-own is found as a class that stands for it (`hosted`).
-
-An entry point of the group `envserver.environments` names an Environment subclass; the built-in
-environments are those that this project registers. A file, or a folder with `env.py` or
-`__init__.py`, must define exactly one Environment subclass, or be followed by `:ClassName`; see
-`folders` for what it may import.
+An environment with an interpreter of its own is found as a class that stands for it (`hosted`). A
+file, or a folder with `env.py` or `__init__.py`, must define exactly one Environment subclass, or
+be followed by `:ClassName`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Describes an environment class as data, so that a process that cannot import it knows it.
 
-In, in the environment's interpreter: its class. Out, in the server: a class with the same
-declarations and settings (`config_class`, `hosted.hosted_class`). Limits of single settings
-(`ge=1`) are checked where the class itself is.
+Limits of single settings (`ge=1`) are checked where the class itself is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs inside the host process of an environment, in the environment's own interpreter.
 
-`start` makes the environment; `answer` is the only entry point afterwards. It never raises: a
-HostAnswer holds a pickled value or the failure. Tasks are deterministic, so a process that is
-started again goes on where the last one ended.
+`answer` never raises. Tasks are deterministic, so a process that is started again goes on where the
+last one ended.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""An environment that this process cannot import: its own interpreter runs it.
+"""An environment that this process cannot import: a class of the same declarations and settings.
 
-In: the description of an installed environment. Out: a class for the server with the same
-declarations and settings. What the server asks of an environment (tasks, demonstrations, final
-answers) is asked of a host process in the environment's interpreter. Workers and scorers start in
-that interpreter, too, and have the class itself.
+What the server asks of it (tasks, demonstrations, final answers) is asked of a host process in the
+environment's interpreter. Workers and scorers start there, too, and have the class itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Starts processes of multiprocessing in the interpreter of an environment.
 
-The pipes and their framing are multiprocessing's: server and process exchange pickles. Both run
-the same envserver, the one of the server (`Interpreter.search_path`), with other libraries.
+Both sides run the same envserver, the one of the server (`Interpreter.search_path`), with other
+libraries, and exchange pickles.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Runs services and hooks of an environment in its own interpreter; `hosted_services` asks it.
+"""Runs services and hooks of an environment in its own interpreter; `HostedServices` asks it.
 
-In: requests over a socket, each a frame. Out: answers, in the order in which they are ready. All
-requests run at the same time on one event loop, as they would in the server. Invariants: one that
-fails is answered with its failure and disturbs no other; when the server hangs up, all are
-cancelled, states are left, and the process ends.
+All requests run at the same time on one event loop. Invariants: one that fails is answered with its
+failure and disturbs no other; when the server hangs up, all are cancelled, states are left, and the
+process ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Runs one attempt: opens it at the proxy, runs the agent in a worker, reads what was recorded.
 
-The attempt is sealed at the proxy whatever happens. `StalenessMonitor` cancels attempts whose
-oldest token is too old for the published policy version.
+The attempt is sealed at the proxy whatever happens.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Two questions are equal if they differ only in case, spaces and plain punctuation, and similar if
 they share most of their pieces of three words (Jaccard index). Only the rarest pieces of a question
-are looked up, which finds nearly all similar ones (prefix filtering), so that the work grows with
-the number of rows, not with its square.
+are looked up (prefix filtering): the work grows with the number of rows, not with its square.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks whether an environment's tasks are sound and its rewards are as expected.
+"""Checks whether an environment's tasks are sound: results of known reward go through the real
+scorer.
 
-Every result whose reward is known (the author's own, and absurd ones) goes through the real scorer.
 A scorer that fails is wrong, too, because the rollout would be lost, except for results that no
 agent produces. `running.checking` runs the rollouts.
 """

@@ -1,8 +1,7 @@
 """Episodes: rollouts whose model is an external client, one turn after the other.
 
-Agent, services, sandboxes, limits and scorers are those of any rollout, so every environment can be
-used, and the client sees what a model would see. An episode that is closed or fails frees all that
-it held. A failure that is not the client's is raised, and never a reward.
+An episode that is closed or fails frees all that it held. A failure that is not the client's is
+raised, and never a reward.
 """
 
 from __future__ import annotations

@@ -1,22 +1,16 @@
-"""Estimates how often the current policy solves a task. Pure.
+"""Estimates how often the current policy solves a task: a discounted Beta posterior. Pure.
 
-In: for each group that was scored as a whole, the rewards of its rollouts and the policy version
-that sampled them. Out: a discounted Beta posterior. With the rewards r_i as shares in [0, 1] of
-the way from the lowest reward to that of a solved task (`RewardRange.share`), of policy versions
-v_i, V the last of these, and a discount g in (0, 1] for each version:
+With the rewards r_i as shares in [0, 1] of the way from the lowest reward to that of a solved task
+(`RewardRange.share`), of policy versions v_i, V the last of these, and a discount g in (0, 1] for
+each version:
 
     weight = sum g^(V - v_i)        solved = sum r_i g^(V - v_i)
     success = (solved + 1) / (weight + 2)
 
-so that results of old policies count less and less, and a task with little current evidence is near
-1/2, like one that was never tried. If versions are unknown (-1), the policy is assumed not to
-change. What always holds: groups of known versions may come in any order, the estimate is the same;
-rollouts without a score never count.
-
-Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose arms
-change ("Taming non-stationary bandits: a Bayesian approach", arXiv:1707.09727, 2017): there for
-each round, here for each version of the policy. A reward between 0 and 1 counts as a partial
-success.
+so that a task with little current evidence is near 1/2, like one that was never tried. If versions
+are unknown (-1), the policy is assumed not to change. Groups of known versions may come in any
+order. Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose
+arms change (arXiv:1707.09727, 2017): there for each round, here for each version of the policy.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Makes groups on request: a trainer names the tasks and the number of rollouts.
 
 The ids of an order's groups depend on the order alone, so a repeated request makes no group twice,
-even after the server was killed. The filters of the stream do not apply: a group lacks only
-rollouts that were lost, and says how many. An order without a waiting client is given up after a
-while; its finished groups are kept.
+even after the server was killed. The filters of the stream do not apply. An order without a waiting
+client is given up after a while; its finished groups are kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Checks the rewards that an environment returns against its declarations. Pure.
 
-In: an environment's declarations (`reward_range`, `solved_at`, `component_weights`, `agents`) and a
-score of it. Out: the score as plain numbers, with the turn rewards of the rollout, or a
-RewardError: the environment's code is wrong and no retry helps. `envserver_records.tasks` says how
-rewards add up.
+`envserver_records.tasks` says how rewards add up. A RewardError: the environment's code is wrong
+and no retry helps.
 """
 
 from __future__ import annotations

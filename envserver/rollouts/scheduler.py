@@ -1,8 +1,8 @@
 """Runs the stream of groups: how many at once, of which environment, when to stop.
 
-Only as many groups are open as can fill the rollout slots. A group that the sink already has is
-skipped; resuming needs nothing else. Several environments share a run by weight (`Shares`): the one
-furthest behind its share comes first, and one that does not ask for a while is not waited for.
+A group that the sink already has is skipped; resuming needs nothing else. Several environments
+share a run by weight (`Shares`): the one furthest behind its share comes first, and one that does
+not ask for a while is not waited for.
 """
 
 from __future__ import annotations

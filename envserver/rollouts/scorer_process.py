@@ -1,13 +1,10 @@
-"""Runs inside a scorer process: loads one environment and scores in the main thread.
+"""Runs inside a scorer process: `serve` loads one environment and scores in the main thread.
 
-`serve` is the only entry point. A request never raises: a `ScorerAnswer` holds the value or the
-failure. A score that leaves this module is valid: see `rewards.checked_score`.
-
-The process that the server starts is a keeper: it forks the scorer and ends with it, with the same
-status, or when the server closes its end of the socket. It leaves no process that the scorer
-started, in whatever session. It kills the scorer with SIGXCPU when one call, with all that it
-starts, uses more than the environment's `score_cpu_seconds`. Loading comes before and does not
-count, nor does time in which the processes wait or others run.
+A score that leaves this module is valid: see `rewards.checked_score`. The process that the server
+starts is a keeper: it forks the scorer and ends with it, with the same status, or when the server
+closes its end of the socket. It leaves no process that the scorer started, in whatever session. It
+kills the scorer with SIGXCPU when one call, with all that it starts, uses more than the
+environment's `score_cpu_seconds`. Loading does not count, nor does time in which they wait.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A scorer that exceeds its environment's `score_cpu_seconds` or, behind that, `score_timeout_seconds`
 by the clock, or whose caller is cancelled, is killed; a dead one is replaced before the next score.
-The environment and its libraries are loaded before the first request, and before either limit
-applies. While a scorer waits for the judge, its clock stands still.
+Loading the environment does not count. While a scorer waits for the judge, its clock stands still.
 """
 
 from __future__ import annotations

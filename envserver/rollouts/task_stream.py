@@ -1,9 +1,7 @@
 """The stream of a run with a curriculum: the environment's own order with repeated tasks mixed in.
 
-The environment's own order is that of `stream.group_requests`, with the same ids, so a run can be
-resumed with any sampler. Groups made before, or scored and dropped, are not made again. At most
-`memory` tasks are held. After a restart the environment's order is read from its beginning, and
-scored tasks are remembered as they come by.
+The own order has the ids of `stream.group_requests`, so a run can be resumed with any sampler.
+After a restart it is read from its beginning, and scored tasks are remembered as they come by.
 """
 
 from __future__ import annotations

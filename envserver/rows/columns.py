@@ -1,8 +1,6 @@
 """Turns one row into a task: which columns are asked, which are hidden. Pure.
 
-In: a row and the names of its columns. Out: a Task whose public part has the conversation to send
-and the columns that it is made of; all other columns are hidden. What makes no task is an
-InputError with the name of the column.
+What makes no task is an InputError with the name of the column.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The environment of rows: asks each row's prompt once, and pays what reward functions say.
 
-`from_rows` makes a class of it in a program; `rows_class` one for `--env rows.jsonl`, where the
-settings name columns and functions. Both read nothing: rows are read by `tasks`, and functions are
-imported by the scorer.
+`from_rows` and `rows_class` (for `--env rows.jsonl`) read nothing: rows are read by `tasks`, and
+functions are imported by the scorer.
 """
 
 from __future__ import annotations

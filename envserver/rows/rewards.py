@@ -1,7 +1,4 @@
-"""Calls reward functions as their authors wrote them.
-
-In: a function, found by its parameters to be one of three kinds, and a scored completion. Out: a
-number, or None where the function does not apply to the row.
+"""Calls reward functions, of three kinds found by their parameters, as their authors wrote them.
 
     TRL         f(completions, **columns) -> [1.0]     lists of one; also prompts, completion_ids
     verifiers   f(completion, answer, state) -> 1.0    any of prompt, info, task and columns, too

@@ -1,15 +1,11 @@
-"""Reads rows by number, wherever they are, for every environment.
-
-In: where the rows are, and a split. Out: `Rows`: their count, each row and its place as a person
-looks it up (`rows.jsonl:12`). Rows are in
+"""Reads rows by number, wherever they are, for every environment:
     a file     .jsonl (.ndjson), .json, .csv, .tsv, .parquet or .arrow, each also .gz and .zst
-    a folder   as `layouts` reads it, several files of a split one after the other
+    a folder   as `layout_of` reads it, several files of a split one after the other
     a glob     "data/part-*.jsonl": all files that match, as one
     the hub    hub:owner/name[/configuration][@revision]
     a list
 JSONL is read line by line, at eight bytes of memory a line, what is packed is unpacked into a
-temporary file; CSV and JSON are held in memory. pyarrow and datasets (the extra `data`) are
-imported where they are used.
+temporary file; CSV and JSON are held in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """One attempt in a worker: runs the agent and gives the result.
 
-In: the url of the attempt, and its job. Out: the agent's output or a failure, as `result` or, if it
-is large, as one POST to `{url}/result`, after one to `{url}/rewards` if the rollout rewarded turns;
-nothing when the server itself cancelled the attempt before its deadline.
+A large result goes as one POST to `{url}/result`, after one to `{url}/rewards` if the rollout
+rewarded turns; none is given when the server itself cancelled the attempt before its deadline.
 """
 
 from __future__ import annotations

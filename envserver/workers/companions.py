@@ -1,8 +1,7 @@
 """A companion: a small process in the sandbox of a worker, beside the worker itself.
 
-`Environment.companion` names its function. The process is forked from a Python that has imported
-hardly more than that function's module (`workers.lean`), so it costs a fraction of a fork of the
-worker, and has none of the worker's memory.
+It is forked from a Python that has imported hardly more than the module of its function
+(`Environment.companion`, `workers.lean`), and has none of the worker's memory.
 """
 
 from __future__ import annotations

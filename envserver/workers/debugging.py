@@ -1,8 +1,4 @@
-"""Runs an agent in this process, for the debugger.
-
-A WorkerPool for one person: no process, no sandbox, no heartbeat. The agent is the environment's
-own code, and speaks to the proxy over HTTP as everywhere.
-"""
+"""Runs an agent in this process, for the debugger: no worker, no sandbox, no heartbeat."""
 
 from __future__ import annotations
 

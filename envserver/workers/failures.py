@@ -1,8 +1,7 @@
 """Converts the error that ended an agent to the failure that its worker posts.
 
 Limits, failures of engines and sandboxes, and rewards that cannot be keep their kind; all else is
-the agent's error, with a traceback (where a framework wrapped one of the former, the server knows:
-the proxy reported it). An error that no further attempt can avoid is marked as a bug.
+the agent's error. An error that no further attempt can avoid is marked as a bug.
 """
 
 from __future__ import annotations

@@ -2,13 +2,10 @@
 
     server --(fork id + socket, kill id)--> forkserver --(forked, lines, exit)--> server
 
-It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
-Invariants: it dies with the server; a worker's whole process tree dies with the worker (each
-worker adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
-every child that is not a worker); workers' output never waits for the server to read it.
-
-It runs in its own process (`supervisor` starts it) and never sees a secret: its environment
-variables are an allow-list, its arguments the struct Boot.
+Invariants: it dies with the server; a worker's whole process tree dies with the worker (each worker
+adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills every
+child that is not a worker); workers' output never waits for the server to read it; it never sees a
+secret: its environment variables are an allow-list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Starts the forkserver: what must be done before it has imported much.
 
-In: the struct `messages.Boot`, as JSON. Out: the forkserver's loop (`forkserver.main`), beside a
-lean parent of companions where workers have namespaces of their own.
+Where workers have namespaces of their own, a lean parent of companions is started beside it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Life: forked -> (ready, beats, done ...) -> killed by the server or ended by itself -> gone.
 Rollouts that run in it fail when it is gone, not before: no second attempt begins while the first
-may live. Everything here is driven by callbacks of the loop; nothing waits except `run`.
+may live. Callbacks of the loop drive everything; nothing waits except `run`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs the external agent of an attempt (`--agent`) in a sandboxed worker.
 
-In: what the environment says it gets (`HarnessTask`). Out: the rollout's output, read from the
-workspace. How the program ended is judged by the proxy's record, never by its exit code: programs
-exit with 0 after an error. When this returns, nothing of it runs.
+How the program ended is judged by the proxy's record, never by its exit code: programs exit with 0
+after an error. When this returns, nothing of it runs.
 """
 
 from __future__ import annotations

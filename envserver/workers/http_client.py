@@ -1,8 +1,6 @@
 """The worker's HTTP client: whole requests and answers, over the connections of an `HttpPool`.
 
-In: a URL of the server and a body. Out: the status and the body of the answer. A connection that
-breaks raises `RequestFailed`, and the caller knows whether to ask again. Workers import no general
-client: that took a third of the start of their parent.
+Workers import no general client: that took a third of the start of their parent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The pool of worker processes on this machine.
+"""The pool of worker processes on this machine: warm pooled ones, and one for a rollout alone.
 
-Assignments come in by `run`; each goes to the least loaded of the warm pooled processes, or to a
-process of its own. Invariants: never more than the configured number at a time (the others
-wait in order); a process that is gone is replaced at once; nothing survives the pool.
+Invariants: never more than the configured number at a time (the others wait in order); a process
+that is gone is replaced at once; nothing survives the pool.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Cuts the output of workers into lines and limits it, so that a flood does not harm the server.
 
-Bytes go in as they come from the pipe. The lines to be logged come out and, at the end, the last
-bytes regardless of the limits (they explain a crash). Neither contains the key of an attempt, or
-control characters.
+The last bytes are kept regardless of the limits (they explain a crash). Neither they nor the lines
+contain the key of an attempt, or control characters.
 """
 
 from __future__ import annotations

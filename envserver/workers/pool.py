@@ -1,8 +1,7 @@
 """The interface between the scheduler and whatever runs agents.
 
-An Assignment goes in; when `run` returns, the worker has given the result (or the failure) to
-`take_result`, or posted it to `{url}/result` over HTTP. What a worker gets is the Assignment and
-what its url answers, nothing else; so a pool may run it here, in a container or on another machine.
+What a worker gets is the Assignment and what its url answers, nothing else; so a pool may run it
+here, in a container or on another machine.
 """
 
 from __future__ import annotations

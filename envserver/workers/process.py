@@ -1,9 +1,7 @@
-"""The worker process: obeys the control socket, sends heartbeats, and runs attempts.
+"""The worker process: obeys the control socket, sends heartbeats, and runs attempts as tasks.
 
-It has one event loop. Frames come in (`frames`), attempts run as concurrent tasks, and a heartbeat
-goes out four times per `heartbeat_seconds` while the loop is responsive, so a blocked loop is
-detected. The worker ends when it is asked to stop, and at once when the server closes its end of
-the socket.
+A heartbeat goes out four times per `heartbeat_seconds` while the event loop is responsive, so a
+blocked loop is detected. The worker ends at once when the server closes its end of the socket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The `run` argument of `rollout`: the Rollout protocol, over HTTP to the proxy.
-
-Model calls, requests to sandboxes and services, log lines and metrics go out; typed errors come
-back. It belongs to one attempt: `finish` closes what it opened and sends the remaining events.
-"""
+"""The `run` argument of `rollout`: the Rollout protocol of one attempt, over HTTP to the proxy."""
 
 from __future__ import annotations
 
