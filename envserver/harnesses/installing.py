@@ -17,7 +17,7 @@ from typing import Final
 from envserver_records.errors import ConfigError, NotFoundError
 from envserver_records.files import storing, user_folder
 
-from .launch import Harness, Package
+from .programs import Harness, Package
 
 LEAST_NODE: Final = 18
 _INSTALL_SECONDS: Final = 1800

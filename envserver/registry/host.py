@@ -54,13 +54,10 @@ def answer(request: bytes) -> HostAnswer:
         return HostAnswer(failure=failure_of(error))
 
 
-def settings() -> dict[str, Any]:
-    made: dict[str, Any] = _environment().config.model_dump(mode="json")
-    return made
-
-
-def sandbox() -> SandboxSpec | None:
-    return _environment().sandbox
+def made() -> tuple[dict[str, Any], SandboxSpec | None]:
+    """Returns the settings as the environment made them, and the sandbox that it declares."""
+    environment = _environment()
+    return environment.config.model_dump(mode="json"), environment.sandbox
 
 
 def method(name: str, arguments: tuple[Any, ...]) -> Any:

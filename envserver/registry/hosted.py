@@ -314,20 +314,18 @@ class HostedEnvironment(Environment):
         super().__init__(config)
         arguments = (self.reference, self.config.model_dump(mode="json"))
         self._host = _Host(self.interpreter, arguments)
-        self.config = self._completed_config()
-        self.sandbox = self._host.call(host.sandbox)  # it may depend on the settings
+        settings, self.sandbox = self._host.call(host.made)
+        self.config = self._completed_config(settings)
         self.hosted = HostedServices(self.interpreter, *arguments)
 
-    def _completed_config(self) -> Any:
+    def _completed_config(self, settings: dict[str, Any]) -> Any:
         """Returns the settings as the environment's own Config made them: it may derive some.
 
         Those of agents stay: they hold keys, which its interpreter does not get.
         """
         # An integration of a newer envserver may have settings that the description does not.
         known = self.Config.model_fields
-        made = {
-            name: value for name, value in self._host.call(host.settings).items() if name in known
-        }
+        made = {name: value for name, value in settings.items() if name in known}
         checked = self.Config.model_validate(made | {"agents": {}})
         return self.config.model_copy(
             update={name: getattr(checked, name) for name in made if name != "agents"}

@@ -132,32 +132,19 @@ def _continued(calls: list[Call]) -> set[int]:
     return {calls[parent].index for parent in find_parents(list(calls)) if parent >= 0}
 
 
-def resolved(
-    posted: list[PostedReward],
-    answered: Mapping[str | None, list[int]],
-    committed_at: list[float],
-    spec: AttemptSpec,
-) -> list[TurnReward]:
-    """Returns the posted rewards with their agents, turns and calls. `committed_at`: when each call
-    was recorded, on the clock of PostedReward."""
-    return [_resolved(one, answered, committed_at, spec) for one in posted]
-
-
 def _resolved(
-    one: PostedReward,
-    answered: Mapping[str | None, list[int]],
-    committed_at: list[float],
-    spec: AttemptSpec,
+    attempt: ProxyAttempt, one: PostedReward, answered: Mapping[str | None, list[int]]
 ) -> TurnReward:
+    """Returns a reward with its agent, turn and call. `answered`: see `answered_calls`."""
     try:
-        agent = spec.agent(one.agent)
+        agent = attempt.spec.agent(one.agent)
     except InputError as error:
         _refuse(f"run.reward was called for the agent {one.agent!r}.", error.message)
     calls = answered.get(agent, [])
     whose = "" if agent is None else f" of {agent!r}"
     turn = one.turn
     if turn is None:
-        turn = bisect.bisect([committed_at[call] for call in calls], one.at) - 1
+        turn = bisect.bisect([attempt.committed_at[call] for call in calls], one.at) - 1
         if turn < 0:
             _refuse(f"run.reward was called before the first answer to a call{whose}.")
     elif not 0 <= turn < len(calls):
@@ -316,7 +303,7 @@ async def run_attempt(
         metrics=dict(attempt.metrics),
         flags=sorted(attempt.flags),
         actions=attempt.steps.taken(),
-        turn_rewards=resolved(attempt.turn_rewards, answered, attempt.committed_at, spec),
+        turn_rewards=[_resolved(attempt, one, answered) for one in attempt.turn_rewards],
         calls={agent or "": indices for agent, indices in answered.items()},
     )
     started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages

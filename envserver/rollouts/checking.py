@@ -133,7 +133,7 @@ async def check(
     tasks = tasks[:most_tasks]
     for task in tasks:
         problems += task_problems(task)
-    kinds = _Kinds()
+    kinds: dict[tuple[str, float, float], Kind] = {}
     without_gold: list[str] = []
     played = await play(tasks)
     problems += played.problems
@@ -143,10 +143,8 @@ async def check(
     checks_rows = environment.checks_rows and not scorer.needs_token_ids
     scored = all_rows[: rows.most] if checks_rows else []
     of, done = len(cases) + len(scored), 0
-    async for case, verdict in in_order(
-        cases, lambda case: _verdict(scorer, *case, rules), _AT_A_TIME
-    ):
-        kinds.add(case[1], verdict)
+    async for _, score in in_order(cases, lambda case: _scored(scorer, *case, rules), _AT_A_TIME):
+        _count(kinds, score)
         done += 1
         progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
@@ -154,7 +152,10 @@ async def check(
     parts = [scored[start : start + _ROWS_AT_A_TIME] for start in starts]
     async for part, scores in in_order(parts, lambda part: _row_scores(scorer, part), _AT_A_TIME):
         for one in scores:
-            kinds.add(*_row_verdict(one, origins))
+            why = one.why if one.raised else f"It is not scorable: {one.why}."
+            place = origins[one.task_id].place if one.task_id in origins else ""
+            named = msgspec.structs.replace(one, name=f"{_EVERY_ROW}{one.name}", why=why)
+            _count(kinds, named, place)
         done += len(part)
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
@@ -163,7 +164,7 @@ async def check(
         split=environment.config.split,
         tasks=len(tasks),
         whole=whole,
-        kinds=[*kinds.by_key.values()],
+        kinds=[*kinds.values()],
         without_gold=without_gold,
         problems=problems,
         plays=played.plays,
@@ -218,25 +219,6 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
             return [score for task in tasks for score in await _row_scores(scorer, [task])]
         why = f"{_cause(error)}: {error}"
         return [RowScore(tasks[0].id, "gold", 1.0, 1.0, None, why, raised=True)]
-
-
-def _row_verdict(one: RowScore, origins: Mapping[str, Origin]) -> tuple[KnownResult, Wrong | float]:
-    known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
-    place = origins[one.task_id].place if one.task_id in origins else ""
-    if one.raised:
-        wrong = Wrong(task_id=one.task_id, reward=None, error=one.why, place=place, raised=True)
-        return known, wrong
-    return known, _judged(known, one.task_id, one.reward, f"It is not scorable: {one.why}.", place)
-
-
-def _judged(
-    known: KnownResult, task_id: str, reward: float | None, unscorable: str, place: str = ""
-) -> Wrong | float:
-    if reward is None:
-        return Wrong(task_id=task_id, reward=None, error=unscorable, place=place)
-    if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
-        return reward
-    return Wrong(task_id=task_id, reward=reward, place=place)
 
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
@@ -327,28 +309,24 @@ async def _changed_scores(
     right = [case for case in cases if case[1].least > nothing][:_SCORED_AGAIN]
     problems = []
     for task, known in right:
-        rewards = [await _verdict(scorer, task, known, rules) for _ in range(2)]
-        if rewards[0] != rewards[1]:
-            shown = " and then ".join(_shown(one) for one in rewards)
+        scores = [await _scored(scorer, task, known, rules) for _ in range(2)]
+        if scores[0] != scores[1]:
+            shown = " and then ".join(map(_shown, scores))
             problems.append(f"Scored twice, {known.name} of task {task.id!r} gets {shown}.")
     return problems
 
 
-def _shown(verdict: Wrong | float) -> str:
-    if not isinstance(verdict, Wrong):
-        return f"{verdict:g}"
-    return verdict.error if verdict.reward is None else f"{verdict.reward:g}"
+def _shown(score: RowScore) -> str:
+    return score.why if score.reward is None else f"{score.reward:g}"
 
 
-async def _verdict(
-    scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules
-) -> Wrong | float:
+async def _scored(scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules) -> RowScore:
+    reward, why, raised = None, "It is not scorable.", False
     try:
-        score = await _score(scorer, task, known.result)
+        reward = delivered_score(await _score(scorer, task, known.result), rules).reward
     except SCORING_FAILURES as error:
-        return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
-    reward = delivered_score(score, rules).reward
-    return _judged(known, task.id, reward, "It is not scorable.")
+        why, raised = f"{_cause(error)}: {error}", True
+    return RowScore(task.id, known.name, known.least, known.most, reward, why, raised)
 
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
@@ -373,25 +351,25 @@ def _cause(error: EnvserverError) -> str:
     return str(error.detail.get("cause", error.kind))
 
 
-class _Kinds:
-    def __init__(self) -> None:
-        self.by_key: dict[tuple[str, float, float], Kind] = {}
-
-    def add(self, known: KnownResult, verdict: Wrong | float) -> None:
-        name, least, most = key = known.name, known.least, known.most
-        kind = self.by_key.setdefault(
-            key, Kind(name=name, expected_least=least, expected_most=most)
+def _count(kinds: dict[tuple[str, float, float], Kind], score: RowScore, place: str = "") -> None:
+    """Counts a score by the name and the expectation of its result."""
+    name, least, most, reward = score.name, score.least, score.most, score.reward
+    kind = kinds.setdefault(
+        (name, least, most), Kind(name=name, expected_least=least, expected_most=most)
+    )
+    kind.count += 1
+    if score.raised and name in MAY_RAISE:
+        kind.raised += 1
+    elif reward is None or not least - _TOLERANCE <= reward <= most + _TOLERANCE:
+        error = score.why if reward is None else ""
+        kind.wrong.append(
+            Wrong(
+                task_id=score.task_id, reward=reward, error=error, raised=score.raised, place=place
+            )
         )
-        kind.count += 1
-        reward = verdict.reward if isinstance(verdict, Wrong) else verdict
-        if isinstance(verdict, Wrong):
-            if verdict.raised and name in MAY_RAISE:
-                kind.raised += 1
-            else:
-                kind.wrong.append(verdict)
-        if reward is not None:
-            kind.least = reward if kind.least is None else min(kind.least, reward)
-            kind.most = reward if kind.most is None else max(kind.most, reward)
+    if reward is not None:
+        kind.least = reward if kind.least is None else min(kind.least, reward)
+        kind.most = reward if kind.most is None else max(kind.most, reward)
 
 
 def _named(ids: list[Any]) -> str:

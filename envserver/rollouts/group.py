@@ -64,7 +64,7 @@ from .policy import (
 )
 from .provenance import bounded_public, kept_config, provenance_of, rendering_of
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool, score_once, scores_groups
-from .stream import GroupRequest
+from .stream import GroupRequest, request_for
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""
@@ -128,7 +128,11 @@ async def make_group(
 
     A group stops early once it cannot be delivered. `rules`: default: the environment's.
     """
-    rules = rules or _rules(context)
+    rules = rules or rules_of(
+        context.rollouts,
+        context.environment.config,
+        drop_zero_variance=context.drop_zero_variance,
+    )
     failures = GroupFailures(context.observer, request)
     rollouts = await _rollouts(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
@@ -153,16 +157,6 @@ async def make_group(
     if why_not is not None and (isinstance(made, Group) or made.reason == "incomplete"):
         return Drop("untrained", why_not, True)
     return made
-
-
-def _rules(context: RolloutContext) -> GroupRules:
-    config = context.environment.config
-    return rules_of(
-        context.rollouts,
-        size=config.group_size,
-        drop_zero_variance=context.drop_zero_variance,
-        max_token_length=config.max_token_length,
-    )
 
 
 async def _rollouts(
@@ -465,15 +459,7 @@ async def run_rollout(
 
 def single_request(environment: Environment, task: Task) -> GroupRequest:
     """Returns the request for a rollout of `task` that belongs to no group."""
-    config = environment.config
-    return GroupRequest(
-        group_id=f"single-{uuid.uuid4().hex[:12]}",
-        index=0,
-        env=environment.name,
-        split=config.split,
-        seed=config.seed,
-        task=task,
-    )
+    return request_for(environment, task, f"single-{uuid.uuid4().hex[:12]}")
 
 
 def running_rollouts(

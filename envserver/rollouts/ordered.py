@@ -25,7 +25,7 @@ from ..environment import Environment
 from .events import GroupDelivered, OrderSink, dropped
 from .group import RolloutContext, make_group
 from .policy import Drop, GroupRules
-from .stream import GroupRequest, aside, tasks_of
+from .stream import GroupRequest, aside, request_for, tasks_of
 
 _MOST_TASKS: Final = 100_000
 _READ_AT_ONCE: Final = 256
@@ -190,18 +190,10 @@ class Orders:
         return len(tasks)
 
     async def _missing(self, order: GroupsOrder, tasks: Sequence[Task]) -> list[GroupRequest]:
-        config = self.environment(order.environment).config
-        group_ids = order.group_ids()
+        environment, group_ids = self.environment(order.environment), order.group_ids()
         known = await self._sink.known(group_ids)
         return [
-            GroupRequest(
-                group_id=group_id,
-                index=index,
-                env=order.environment,
-                split=order.split,
-                seed=config.seed,
-                task=task,
-            )
+            request_for(environment, task, group_id, index, order.split)
             for index, (group_id, task) in enumerate(zip(group_ids, tasks, strict=True))
             if group_id not in known
         ]

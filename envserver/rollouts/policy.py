@@ -29,6 +29,7 @@ from .estimates import Scored
 
 if TYPE_CHECKING:
     from ..settings.config import RolloutsConfig
+    from ..settings.section import EnvironmentConfig
 
 
 Alike = Literal["lowest", "highest", "answers"]
@@ -202,8 +203,9 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of(
-    rollouts: RolloutsConfig, *, size: int, drop_zero_variance: bool, max_token_length: int
+    rollouts: RolloutsConfig, config: EnvironmentConfig, *, drop_zero_variance: bool
 ) -> GroupRules:
+    size = config.group_size
     least = size if rollouts.min_group_size is None else min(rollouts.min_group_size, size)
     drops = rollouts.stale_groups == "drop"
     return GroupRules(
@@ -212,7 +214,7 @@ def rules_of(
         failed=rollouts.failed_in_group,
         late=rollouts.late_in_group,
         drop_zero_variance=drop_zero_variance,
-        max_token_length=max_token_length,
+        max_token_length=config.max_token_length,
         max_staleness=rollouts.max_staleness_at_delivery if drops else None,
     )
 

@@ -60,6 +60,20 @@ def group_id(prefix: str, index: int, task_id: str) -> str:
     return f"{prefix}{index:06d}-{digest}"
 
 
+def request_for(
+    environment: Environment, task: Task, group_id: str, index: int = 0, split: Split | None = None
+) -> GroupRequest:
+    config = environment.config
+    return GroupRequest(
+        group_id=group_id,
+        index=index,
+        env=environment.name,
+        split=split or config.split,
+        seed=config.seed,
+        task=task,
+    )
+
+
 def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
     """Yields a group request for each task of the environment's split, lazily."""
     config = environment.config
@@ -68,14 +82,7 @@ def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupR
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in tasks_of(environment, config.split):
-            yield GroupRequest(
-                group_id=group_id(prefix, index, task.id),
-                index=index,
-                env=environment.name,
-                split=config.split,
-                seed=config.seed,
-                task=task,
-            )
+            yield request_for(environment, task, group_id(prefix, index, task.id), index)
             index += 1
         if index == before:
             raise ConfigError(

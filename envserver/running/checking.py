@@ -48,7 +48,7 @@ from ..rollouts.check_data import (
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
 from ..rollouts.group import RolloutContext, run_rollout
 from ..rollouts.rewards import range_of
-from ..rollouts.stream import GroupRequest, first_tasks
+from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.opening import WatchedSandboxes
@@ -241,15 +241,7 @@ class _Plays:
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
         """Plays `task` once, and again where a failure is not the environment's."""
         played, context = self._played[name], self._context
-        config = context.environment.config
-        request = GroupRequest(
-            group_id=rollout_id.removesuffix("-r0"),
-            index=0,
-            env=context.environment.name,
-            split=config.split,
-            seed=config.seed,
-            task=task,
-        )
+        request = request_for(context.environment, task, rollout_id.removesuffix("-r0"))
         try:
             finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from envserver_records.tasks import PublicTask
 
 from ..environment import Environment
 from ..harnesses import harness_of
-from ..harnesses.launch import Launch, Session
+from ..harnesses.programs import Launch, Session
 from ..rollout_interface import HarnessSpec, HarnessTask
 from . import linux
 from .run import AttemptRun
@@ -75,32 +76,68 @@ class OwnWorkspace:
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
         limits = limits or SandboxLimits(wall_seconds=_ALL_SECONDS, output_kb=8192)
-        kept = linux.children()
+        most = limits.output_kb << 10
         try:
-            program = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=self._place(cwd),
-                env={**os.environ, **self.variables, **(env or {})},
-                start_new_session=True,
+            status, outputs, in_time = await self.run(
+                argv, self._place(cwd), env or {}, most, limits.wall_seconds, stdin=stdin
             )
         except OSError as error:
             return ExecResult(exit=127, stderr=str(error).encode())
-        most = limits.output_kb << 10
-        outputs = [Kept(most), Kept(most)]
-        killed = not await finished(program, stdin, outputs, limits.wall_seconds, kept)
-        status = program.returncode
-        assert status is not None
         return ExecResult(
             exit=status if status >= 0 else None,
             signal=-status if status < 0 else None,
-            killed_by="wall" if killed else "",
+            killed_by="" if in_time else "wall",
             stdout=outputs[0].data(),
             stderr=outputs[1].data(),
             truncated=any(one.dropped for one in outputs),
         )
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str],
+        most: int,
+        seconds: float,
+        *,
+        stdin: bytes | None = None,
+        beside: Callable[[asyncio.subprocess.Process], Awaitable[None]] | None = None,
+    ) -> tuple[int, list[Kept], bool]:
+        """Runs a program and ends it with all that it started; OSError: it cannot be started.
+
+        Returns its status, `most` bytes of its standard output and error, and whether it ended by
+        itself in this time. `beside` runs while it does.
+        """
+        kept = linux.children()
+        program = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+            env={**os.environ, **self.variables, **env},
+            start_new_session=True,
+        )
+        outputs, in_time = [Kept(most), Kept(most)], False
+        streams = zip((program.stdout, program.stderr), outputs, strict=True)
+        reading = [asyncio.create_task(_keep(*pair)) for pair in streams]
+        others = [asyncio.create_task(_feed(program.stdin, stdin or b""))]
+        if beside is not None:
+            others.append(asyncio.ensure_future(beside(program)))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await program.wait()
+                in_time = True
+        finally:
+            with suppress(ProcessLookupError):
+                program.kill()
+            status = await program.wait()
+            await asyncio.to_thread(end_descendants, kept)
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, *reading, return_exceptions=True)
+        return status, outputs, in_time
 
     async def run_python(
         self,
@@ -174,35 +211,6 @@ class Kept:
     def text(self) -> str:
         head, tail = (part.decode("utf-8", "replace") for part in (self._head, self._tail))
         return f"{head}\n[cut: {self.dropped} bytes]\n{tail}" if self.dropped else head + tail
-
-
-async def finished(
-    program: asyncio.subprocess.Process,
-    stdin: bytes,
-    outputs: Sequence[Kept],
-    seconds: float,
-    kept: Collection[int],
-) -> bool:
-    """Waits for a program, ends it with all that it started, and reads what it printed; returns
-    whether it ended by itself in this time. `kept`: the other children of this process."""
-    reading = [
-        asyncio.create_task(_keep(stream, kept))
-        for stream, kept in zip((program.stdout, program.stderr), outputs, strict=True)
-    ]
-    feeding = asyncio.create_task(_feed(program.stdin, stdin))
-    try:
-        async with asyncio.timeout(seconds):
-            await program.wait()
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            program.kill()
-        await program.wait()
-        await asyncio.to_thread(end_descendants, kept)
-        feeding.cancel()
-        await asyncio.gather(feeding, *reading, return_exceptions=True)
 
 
 async def _keep(stream: asyncio.StreamReader | None, kept: Kept) -> None:
@@ -377,27 +385,19 @@ async def _run(
     began = time.monotonic()
     left = run.seconds_left
     seconds = left - min(_READING_SECONDS, left * _READING_SHARE)
-    kept = linux.children()
-    outputs = [Kept(spec.output_bytes // 2), Kept(spec.output_bytes // 2)]
     try:
-        program = await asyncio.create_subprocess_exec(
-            *launch.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=workspace.folder,
-            env={**os.environ, "PATH": path, **workspace.variables, **launch.env},
-            start_new_session=True,
+        status, outputs, in_time = await workspace.run(
+            launch.argv,
+            workspace.folder,
+            {"PATH": path, **launch.env},
+            spec.output_bytes // 2,
+            seconds,
+            beside=partial(_held_back, record),
         )
     except OSError as error:
         return _Ended(None, True, 0.0, f"{launch.argv[0]}: {error.strerror}")
-    held_back = asyncio.create_task(_held_back(record, program))
-    try:
-        in_time = await finished(program, b"", outputs, seconds, kept)
-    finally:
-        held_back.cancel()
     said = "\n".join(text for text in (one.text() for one in outputs) if text)
-    return _Ended(program.returncode, in_time, time.monotonic() - began, said)
+    return _Ended(status, in_time, time.monotonic() - began, said)
 
 
 async def _held_back(record: Record, program: asyncio.subprocess.Process) -> None:

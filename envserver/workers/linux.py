@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import resource
@@ -18,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..descriptors import raise_open_files
-from ..sandbox.linux import lower_limit
+from ..sandbox.linux import PR_SET_CHILD_SUBREAPER, die_with, lower_limit, prctl
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 2**30
 _SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
 _OPEN_FILES = 512
@@ -56,19 +53,12 @@ for second in range(1, 8):  # what is killed may be starting another
         except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
 """
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Has the kernel send `number` when the forking thread ends; exits if it has."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+die_with_parent = die_with
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children(of: int | None = None) -> list[int]:
@@ -267,12 +257,6 @@ def out_of_memory_kills() -> int:
         return 0
     _, _, count = counters.partition(b"\noom_kill ")
     return int(count.partition(b"\n")[0] or 0)
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
 def _processes() -> list[int]:

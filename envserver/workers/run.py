@@ -54,7 +54,7 @@ from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools, open_tools
 from ..tools.mcp_server import serve_tools
 from ..tools.sources import Tools
-from .http_client import Answer, HttpClient, RequestFailed
+from .http_client import HttpClient, RequestFailed
 from .output import PrintedLines
 
 if TYPE_CHECKING:
@@ -370,18 +370,15 @@ class AttemptRun:
         body = {"model": self.model, "messages": messages, **sampling}
         if tools is not None:
             body["tools"] = tools
-        return reply_of(await self._ask(orjson.dumps(body), agent))
+        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
+        if agent is not None:
+            headers[AGENT_HEADER] = agent
+        url, data = f"{self.base_url}/chat/completions", orjson.dumps(body)
+        answer = await self._post(url, data, headers, http_errors.MODEL, EngineUnavailable)
+        return reply_of(answer)
 
-    def chat_blocking(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        agent: str | None = None,
-        **sampling: Any,
-    ) -> Reply:
-        reply: Reply = self._wait(self.chat(messages, tools=tools, agent=agent, **sampling))
-        return reply
+    def chat_blocking(self, messages: list[Message], **options: Any) -> Reply:
+        return self._wait(self.chat(messages, **options))
 
     async def loop(
         self, messages: list[Message], *, tools: Tools | None = None, **options: Any
@@ -390,11 +387,8 @@ class AttemptRun:
             self, messages, self.tools if tools is None else tools, **options
         )
 
-    def loop_blocking(
-        self, messages: list[Message], *, tools: Tools | None = None, **options: Any
-    ) -> LoopEnd:
-        end: LoopEnd = self._wait(self.loop(messages, tools=tools, **options))
-        return end
+    def loop_blocking(self, messages: list[Message], **options: Any) -> LoopEnd:
+        return self._wait(self.loop(messages, **options))
 
     def tool_called(self, name: str, began: float, seconds: float) -> None:
         if len(self.tool_times) < MOST_TIMINGS:
@@ -444,17 +438,11 @@ class AttemptRun:
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._ended:
             raise _is_over()
-        headers = {"content-type": "application/json"}
+        url, headers = f"{self.tools_url}/{quote(name)}", {"content-type": "application/json"}
+        body = orjson.dumps(arguments)
+        content = await self._post(url, body, headers, http_errors.SERVICE, ServiceError)
         try:
-            answer = await self._post(
-                f"{self.tools_url}/{quote(name)}", orjson.dumps(arguments), headers
-            )
-        except RequestFailed as error:
-            raise ServiceError(f"The server cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.SERVICE.read(*answer)
-        try:
-            return orjson.loads(answer.content)
+            return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ServiceError(f"The server's answer is not JSON: {error}") from error
 
@@ -505,44 +493,41 @@ class AttemptRun:
     def _is_tls(self) -> bool:
         return self._url.startswith("https:")
 
-    async def _ask(self, body: bytes, agent: str | None) -> bytes:
-        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
-        if agent is not None:
-            headers[AGENT_HEADER] = agent
-        try:
-            answer = await self._post(f"{self.base_url}/chat/completions", body, headers)
-        except RequestFailed as error:
-            raise EngineUnavailable(f"The model's endpoint cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.MODEL.read(*answer)
-        return answer.content
-
     async def _ask_sandbox(self, path: str, body: bytes) -> bytes:
-        closes = path.endswith("/close")
-        if self._ended and not closes:
+        if self._ended and not path.endswith("/close"):
             raise _is_over()
-        headers = {"content-type": "application/msgpack"}
-        try:
-            answer = await self._post(
-                f"{self._url}/sandbox/{path}", body, headers, more_seconds=CLOSE_SECONDS
-            )
-        except RequestFailed as error:
-            raise SandboxUnavailable(f"The server cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.SANDBOX.read(*answer)
-        return answer.content
+        return await self._post(
+            f"{self._url}/sandbox/{path}",
+            body,
+            {"content-type": "application/msgpack"},
+            http_errors.SANDBOX,
+            SandboxUnavailable,
+            more_seconds=CLOSE_SECONDS,
+        )
 
     async def _post(
-        self, url: str, body: bytes, headers: Mapping[str, str], *, more_seconds: float = 0.0
-    ) -> Answer:
-        """Asks the server, until `more_seconds` after the deadline."""
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        errors: http_errors.ErrorReader,
+        unreachable: type[EnvserverError],
+        *,
+        more_seconds: float = 0.0,
+    ) -> bytes:
+        """Returns a good answer of the server; waits until `more_seconds` after the deadline."""
         seconds = max(self.seconds_left + more_seconds, 0.001)
         try:
-            return await self._http.request("POST", url, body, headers=headers, seconds=seconds)
+            answer = await self._http.request("POST", url, body, headers=headers, seconds=seconds)
         except TimeoutError:
             raise _is_over() from None
+        except RequestFailed as error:
+            raise unreachable(f"{errors.endpoint} cannot be reached: {error}") from error
+        if answer.status != 200:
+            raise errors.read(*answer)
+        return answer.content
 
-    def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, request: Coroutine[Any, Any, T]) -> T:
         asked = asyncio.run_coroutine_threadsafe(request, self._loop)
         self._asked_from_threads.add(asked)
         try:
