@@ -27,7 +27,7 @@ from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.section import EnvironmentConfig
 from . import installed
-from .installed import Installed, with_own_interpreter
+from .installed import with_own_interpreter
 
 ENTRY_POINT_GROUP = installed.ENVIRONMENTS
 _US = "envserver"
@@ -100,7 +100,9 @@ def _integrated_class(scheme: str, rest: str) -> type[Environment]:
         raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
     one = installed.integration(scheme)
     reference = installed.absolute(scheme, rest)
-    if (own := with_own_interpreter().get(reference)) is not None and not _runs_in(own[0]):
+    own = with_own_interpreter().get(reference)
+    python = own[0].interpreter if own is not None else None
+    if own is not None and python is not None and python.executable != sys.executable:
         from .hosted import hosted_class
 
         return hosted_class(*own)
@@ -121,10 +123,6 @@ def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
     )
     hint = f"envserver env install {scheme}:{rest} (--with PACKAGE, if it is in one of its own)"
     return NotFoundError(text, hint=hint)
-
-
-def _runs_in(one: Installed) -> bool:
-    return one.interpreter is not None and one.interpreter.executable == sys.executable
 
 
 def _not_found(reference: str) -> NotFoundError:

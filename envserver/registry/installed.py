@@ -52,13 +52,8 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed package.
-
-    Args:
-        package, version: of the distribution.
-        source: what was given to `env install`.
-        interpreter: of its own virtual environment; None: it runs in envserver's.
-        envserver: the version that described its environments; "" in records of older ones.
+    """An installed package. `source`: what was given to `env install`; `interpreter`: None: it runs
+    in envserver's; `envserver`: the version that described its environments, "" in older records.
     """
 
     package: str

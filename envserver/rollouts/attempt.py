@@ -227,13 +227,8 @@ experts."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored.
-
-    Args:
-        trajectory: lacks what scoring adds, see `group.trajectory_of`.
-        attempt: its sealed record at the proxy.
-        score: as the scorer gave it.
-    """
+    """An attempt that can be scored. `trajectory` lacks what scoring adds (`group.trajectory_of`);
+    `attempt`: its sealed record at the proxy; `score`: as the scorer gave it."""
 
     result: Result
     trajectory: Trajectory
@@ -246,12 +241,8 @@ class Finished(msgspec.Struct, kw_only=True):
 async def run_attempt(
     context: RolloutContext, spec: AttemptSpec, *, blames_model: bool = False
 ) -> Finished:
-    """Runs the agent once.
-
-    Args:
-        blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
-            model can reach, is always scored then.
-    """
+    """Runs the agent once. `blames_model`: score it if it ends its worker. One in a sandboxed
+    worker, which code of the model can reach, is always scored then."""
     isolation = spec.isolation
     attempt = context.proxy.open(spec)
     spent, death = None, None

@@ -207,7 +207,6 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
         versions: int32[T], -1 for context or unknown; the group's if tokens have none.
         flags: of the sequence, or of its trajectory if only those are known.
         altered: it was sampled with a temperature other than 1 or with top_p.
-        number, line: of the row in its group, from 0, and in its file, from 1.
     """
 
     tokens: Tokens

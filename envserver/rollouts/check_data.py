@@ -50,15 +50,12 @@ class Kind(msgspec.Struct, kw_only=True):
 
 
 class Played(msgspec.Struct, kw_only=True):
-    """All tasks played in one way through the environment's rollout.
+    """All tasks played in one `way` ("demonstration", "spoiled", ...: `running.checking`).
 
     Args:
-        way: "demonstration", "spoiled", "refusal", ... (`running.checking`).
         cheat: it must not be rewarded like a solved task.
         rewards: of the plays that were scored, in the order of the tasks.
-        solved: how many of them are those of a solved task.
         wrong: plays with an unexpected reward, and those that failed.
-        turns, seconds: of all plays together.
         limits: how many plays ended at a limit, by its name.
     """
 
@@ -107,13 +104,9 @@ class Lengths(msgspec.Struct, kw_only=True):
 
 
 class DataReport(msgspec.Struct, kw_only=True):
-    """The findings about the rows of data.
-
-    Args:
-        whole: these are all rows of the split.
-        counts: what became of the rows, by data set; empty where the environment does not say.
-        tokenizer: counted the lengths; "": they are an estimate.
-    """
+    """The findings about the rows of data. `whole`: these are all rows of the split; `counts`: what
+    became of the rows, by data set, where the environment says; `tokenizer`: "": lengths are an
+    estimate."""
 
     rows: int
     counts: dict[str, RowCount]
@@ -130,9 +123,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
         whole: these are all tasks of the split.
         without_gold: ids of tasks for which no right result is known.
         problems: what is wrong with the tasks or the rewards, as text.
-        plays: one entry per way of playing; empty if nothing was played.
         reward_range: lowest and highest reward, and the least of a solved task; None: infinite.
-        scoring: None if nothing was scored.
     """
 
     environment: str

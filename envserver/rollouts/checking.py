@@ -88,13 +88,11 @@ async def _nothing_played(tasks: list[Task]) -> Plays:
 
 
 class RowsToCheck(msgspec.Struct, frozen=True):
-    """What to check beyond the first tasks.
+    """What to check beyond the first tasks: the `row_results` of the first `most` rows.
 
     Args:
-        most: number of rows whose `row_results` are scored, from the first.
         evaluation: an evaluation set, whose questions should not be among the rows.
-        tokens: number of tokens of a text.
-        tokenizer: name of what counts them; "": they are an estimate.
+        tokens: number of tokens of a text; `tokenizer`: what counts them, "" for an estimate.
         limits: on the tokens of a prompt and of a row, by the setting's name.
     """
 

@@ -229,23 +229,17 @@ class Episodes:
         if task_id is not None:
             return (await index.find(split, [task_id]))[0]
         if seed is not None:
-            first = await index.after(split, 0, _SEEDED_TASKS)
-            if not first:
-                raise _empty(name, split)
-            return first[seed % len(first)]
-        number = self._next[name, split]
-        self._next[name, split] += 1
-        found = await index.after(split, number, 1)
-        if not found:  # from the beginning again
-            self._next[name, split] = 1
-            found = await index.after(split, 0, 1)
+            found = await index.after(split, 0, _SEEDED_TASKS)
+        else:
+            number = self._next[name, split]
+            self._next[name, split] += 1
+            found = await index.after(split, number, 1)
+            if not found:  # from the beginning again
+                self._next[name, split] = 1
+                found = await index.after(split, 0, 1)
         if not found:
-            raise _empty(name, split)
-        return found[0]
-
-
-def _empty(name: str, split: str) -> InputError:
-    return InputError(f"The split {split!r} of {name!r} has no tasks.")
+            raise InputError(f"The split {split!r} of {name!r} has no tasks.")
+        return found[(seed or 0) % len(found)]
 
 
 def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:

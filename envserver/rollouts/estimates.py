@@ -32,13 +32,8 @@ _LEAST_WEIGHT: Final = 1e-300
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one group for its task.
-
-    Args:
-        attempts: number of its rollouts with a reward, at least one.
-        rewards: sum of these rewards, each as a share in [0, 1].
-        policy_version: the lowest that sampled any of it, -1 if unknown.
-    """
+    """The result of one group for its task: `rewards` is the sum over `attempts` rollouts, each as
+    a share in [0, 1]; `policy_version`: the lowest that sampled any of it, -1 if unknown."""
 
     group_id: str
     env: str

@@ -254,14 +254,9 @@ def straggler(seconds: float) -> Straggler:
 
 
 class RunningRollout(msgspec.Struct):
-    """An attempt at rollout number `rollout` of a group, in progress.
-
-    Args:
-        attempt: from 1; 0 while it waits for a place.
-        since: when it began to wait, later when its agent began; seconds since 1970.
-        turns, tokens: sampled so far.
-        worker: process id of its worker; None while it has none.
-    """
+    """An attempt at rollout number `rollout` of a group, in progress. `attempt`: from 1; 0 while it
+    waits for a place. `since`: when it began to wait, later when its agent began. `worker`: process
+    id."""
 
     environment: str
     group_id: str

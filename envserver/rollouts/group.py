@@ -222,11 +222,8 @@ async def _retried(
     scored: Callable[[], int] = lambda: 0,
 ) -> Finished:
     """Calls `attempt` with the number of deaths so far, until it succeeds or fails for good.
-
-    Args:
-        failed: called with each failure, and whether the rollout is retried.
-        scored: see `is_retried`.
-    """
+    `failed`: called with each failure, and whether the rollout is retried; `scored`: see
+    `is_retried`."""
     tries = Tries()
     while True:
         try:

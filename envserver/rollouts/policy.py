@@ -320,13 +320,8 @@ def untrained_of(
     *,
     need_exact: bool,
 ) -> Untrained:
-    """Counts the tokens of one rollout.
-
-    Args:
-        calls: of its trained agents. Text without token ids does not count, unless it drops the
-            rollout.
-        need_exact: whether a flag can drop the rollout.
-    """
+    """Counts the tokens of one rollout in the `calls` of its trained agents. Text without token ids
+    does not count, unless it drops the rollout. `need_exact`: whether a flag can drop it."""
     calls = list(calls)
     if need_exact and actions.worst(flags) == "drop":
         sampled = sum(len(call.completion_ids) or call.told_tokens[1] for call in calls)

@@ -33,13 +33,8 @@ _LONGEST_LINE = 400
 
 @dataclass
 class Exchange:
-    """One request of an agent and its answers, one for each choice.
-
-    Args:
-        line: routing key of the agent (see `proxy.attempts.routing_key`).
-        messages, tools: what it sent; None: not known, so not compared.
-        played: it has been requested.
-    """
+    """One request of an agent (`line`: its routing key) and its answers, one for each choice.
+    `messages`, `tools`: what it sent; None: not known, so not compared."""
 
     line: str
     messages: list[Message] | None
@@ -90,8 +85,6 @@ def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Excha
 
 
 def _answer(message: Message, number: int) -> Call:
-    import numpy as np
-
     none = np.empty(0, np.int32)
     return Call(
         index=number,
@@ -178,7 +171,7 @@ class Player:
             raise _over(self.differ(f"The record ends here, and {who} asks on.", last))
         found = next((one for one in waiting if not _differs(one, body)), None)
         if found is None:
-            raise _over(self.differ(*_told_difference(waiting[0], body)))
+            raise _over(self.differ(*_compared(waiting[0], body)))
         found.played = True
         self.played += 1
         return found
@@ -265,7 +258,7 @@ def _differs(exchange: Exchange, body: Json) -> bool:
     return exchange.tools is not None and exchange.tools != (body.get("tools") or [])
 
 
-def _told_difference(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
+def _compared(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
     then, now = exchange.messages or [], body.get("messages") or []
     if exchange.messages is None or then == now:
         diff = _diff(_lines(exchange.tools), _lines(body.get("tools") or []))

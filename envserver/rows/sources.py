@@ -233,12 +233,8 @@ class Rows:
 @dataclass(frozen=True)
 class Source:
     """Where rows are: in `data` (a file, a folder, a glob, or a name on the hub), or the rows
-    themselves.
-
-    Args:
-        subset: the configuration, of a data set on the hub or of a folder with several.
-        splits: names of its splits by ours, where they differ.
-    """
+    themselves. `subset`: the configuration; `splits`: names of its splits by ours, where they
+    differ."""
 
     data: str = ""
     subset: str | None = None

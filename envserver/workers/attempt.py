@@ -38,10 +38,9 @@ from ..rollout_interface import HarnessSpec, HarnessTask
 from ..tools.calling import TIMED
 from .failures import ended_by, failure_of, output_of, sendable
 from .harness import CallRecord, harness_task, play
-from .http_client import HttpClient, RequestFailed
 from .messages import MAX_RESULT_BYTES
 from .output import PRINTING
-from .run import AttemptRun, Job
+from .run import AttemptRun, HttpClient, Job, RequestFailed
 
 
 class Instances:

@@ -13,9 +13,8 @@ from typing import Any
 
 from ..registry import find
 from .attempt import Instances, WorkerAttempt, WorkerResources
-from .http_client import HttpClient
 from .pool import Assignment
-from .run import AttemptRun, Job
+from .run import AttemptRun, HttpClient, Job
 
 
 class DebugPool:

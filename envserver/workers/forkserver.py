@@ -336,10 +336,10 @@ class Forkserver:
         try:
             directory.rmdir()
         except OSError:
-            nursery_pid = os.getpid()
+            own_pid = os.getpid()
             pid = os.fork()
             if pid == 0:
-                linux.die_with_parent(nursery_pid, signal.SIGKILL)
+                linux.die_with_parent(own_pid, signal.SIGKILL)
                 shutil.rmtree(directory, ignore_errors=True)
                 os._exit(0)
             self._others.add(pid)

@@ -52,11 +52,9 @@ class ProcessEnd:
     """How a process ended.
 
     Args:
-        status: from `waitpid`; None: its exit was not observed.
-        output: the end of what it printed; without a status, the reason.
+        status: from `waitpid`; None: its exit was not observed, and `output` says why.
         out_of_memory: the kernel killed some process for lack of memory while it lived, and it
             held no more than `workers.memory_mb` itself.
-        cpu_seconds, peak_memory_mb: of the process and the children that it waited for.
     """
 
     status: int | None

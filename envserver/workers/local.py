@@ -143,7 +143,13 @@ class LocalPool:
                 self._suspect(rollout_id)
             raise
         self._suspects.pop(rollout_id, None)
-        return await _spent(worker) if alone else None
+        if not alone:
+            return None
+        await worker.gone.wait()
+        end = worker.end
+        if end is None or end.status is None:  # its exit was not observed
+            return None
+        return Spent(cpu_seconds=end.cpu_seconds, peak_memory_mb=end.peak_memory_mb)
 
     def workers(self) -> dict[str, int]:
         return {
@@ -242,11 +248,3 @@ class LocalPool:
         self._suspects[rollout_id] = None
         if len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
-
-
-async def _spent(worker: WorkerHandle) -> Spent | None:
-    await worker.gone.wait()
-    end = worker.end
-    if end is None or end.status is None:
-        return None
-    return Spent(cpu_seconds=end.cpu_seconds, peak_memory_mb=end.peak_memory_mb)

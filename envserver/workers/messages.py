@@ -32,14 +32,11 @@ READ_BYTES = 65536
 
 
 class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox of workers.
+    """The sandbox of workers: limits of one with all that it starts.
 
     Args:
-        backend: "namespace", "bubblewrap" or "landlock".
         port: of the proxy, on this machine's loopback.
-        memory_mb: limit of a worker with all that it starts.
         disk_mb, inodes: limits of what it may write.
-        processes: limit of processes and threads.
         reserved_mb: memory that a process may reserve beyond what it uses, as engines of
             JavaScript do.
         shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
@@ -62,12 +59,10 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the forkserver, passed as JSON.
 
     Args:
-        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
-        server_pid: the forkserver ends when this process does.
-        root: directory for the workers' directories; removed at the end.
         references: environments to import now.
         heartbeat_seconds: a worker that is silent for longer is killed.
-        most_workers: maximum number of live workers.
+        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
+        root: directory for the workers' directories; removed at the end.
     """
 
     references: list[str]

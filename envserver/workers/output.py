@@ -33,7 +33,7 @@ class OutputLimiter:
         self._budget = LogBudget(now)
         self._rest = b""
         self._tail = b""
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
         self.dropped_bytes = 0
         """Since the last `take_dropped`, without line ends."""
 
@@ -55,10 +55,10 @@ class OutputLimiter:
 
         With `now`, it returns 0 for a second after a report, so that a flood causes few warnings.
         """
-        if not self.dropped_bytes or (now is not None and now < self._told_at + TELL_SECONDS):
+        if not self.dropped_bytes or (now is not None and now < self._reported_at + TELL_SECONDS):
             return 0
         if now is not None:
-            self._told_at = now
+            self._reported_at = now
         dropped, self.dropped_bytes = self.dropped_bytes, 0
         return dropped
 

@@ -31,9 +31,9 @@ from . import linux
 from .attempt import Instances, WorkerAttempt, WorkerResources
 from .companions import Companion, give_companion
 from .handle import EXIT_CRASHED
-from .http_client import HttpClient
 from .messages import BEATS_PER_SILENCE, decode, encode
 from .output import kept_stream
+from .run import HttpClient
 
 MAX_THREADS = 1024
 
@@ -211,11 +211,9 @@ class WorkerSpec:
     """The data that a forked child needs to become a worker.
 
     Args:
-        output_fd: the pipe for all that it prints.
         directory: its own, for the current directory, HOME and TMPDIR.
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
-        heartbeat_seconds: how long it may say nothing.
     """
 
     control: socket.socket
@@ -231,7 +229,7 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
     """Turns this process, just forked, into a worker; ends with it, running no exit handler."""
     code = EXIT_CRASHED
     try:
-        _leave_the_nursery(spec)
+        _leave_the_forkserver(spec)
         _settle_in(spec)
         run_until_stopped(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
         code = 0
@@ -243,7 +241,7 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
         os._exit(code)
 
 
-def _leave_the_nursery(spec: WorkerSpec) -> None:
+def _leave_the_forkserver(spec: WorkerSpec) -> None:
     """Own session, process group and death pact; no descriptor or handler of the forkserver."""
     os.setsid()
     linux.die_with_parent(spec.parent_pid, signal.SIGKILL)

@@ -288,8 +288,8 @@ class Supervisor:
 
     async def start(self) -> None:
         self._lost.clear()
-        self._nursery = ForkserverProcess(self._boot, self._hear, self._nursery_gone)
-        await self._nursery.start()
+        self._forkserver = ForkserverProcess(self._boot, self._hear, self._forkserver_gone)
+        await self._forkserver.start()
         if not self._lost.is_set():
             self._up.set()
 
@@ -297,7 +297,7 @@ class Supervisor:
         failures = 0
         while True:
             await self._lost.wait()
-            await self._nursery.close()
+            await self._forkserver.close()
             await asyncio.sleep(_BACKOFF.seconds(failures))
             try:
                 await self.start()
@@ -336,7 +336,7 @@ class Supervisor:
             handle.discard()
             raise
         self.handles[handle.id] = handle
-        self._nursery.fork(handle.id, theirs)
+        self._forkserver.fork(handle.id, theirs)
         return handle
 
     async def stop(self) -> None:
@@ -352,7 +352,7 @@ class Supervisor:
         except TimeoutError:
             _log.warning("workers_do_not_end", workers=list(self.handles))
         finally:
-            await self._nursery.close()
+            await self._forkserver.close()
             self._end_all("the pool was closed")
 
     def _hear(self, message: list[Any]) -> None:
@@ -390,8 +390,8 @@ class Supervisor:
     def _kill(self, handle: WorkerHandle) -> None:
         if handle.gone.is_set():
             return
-        self._nursery.kill(handle.id)
-        asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._nursery)
+        self._forkserver.kill(handle.id)
+        asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._forkserver)
 
     def _insist(self, handle: WorkerHandle, forkserver: ForkserverProcess) -> None:
         if handle.end is None:
@@ -403,7 +403,7 @@ class Supervisor:
         self._stop_serving(handle.id)
         self._on_gone(handle)
 
-    def _nursery_gone(self) -> None:
+    def _forkserver_gone(self) -> None:
         self._up.clear()
         self._lost.set()
         _log.error("forkserver_ended", workers=len(self.handles))
