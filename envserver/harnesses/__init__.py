@@ -6,8 +6,15 @@ from typing import Final
 
 from envserver_records.errors import NotFoundError
 
-from .launch import Harness
-from .programs import CLAUDE_CODE, CODEX, COMMAND, MINI_SWE_AGENT, OPENCODE, SMOLAGENTS
+from .programs import (
+    CLAUDE_CODE,
+    CODEX,
+    COMMAND,
+    MINI_SWE_AGENT,
+    OPENCODE,
+    SMOLAGENTS,
+    Harness,
+)
 
 HARNESSES: Final[dict[str, Harness]] = {
     one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT, SMOLAGENTS)
@@ -16,7 +23,6 @@ HARNESSES: Final[dict[str, Harness]] = {
 
 
 def harness_of(name: str) -> Harness:
-    """Returns the harness of this name ("command": whatever the user names)."""
     if name == COMMAND.name:
         return COMMAND
     if name in HARNESSES:

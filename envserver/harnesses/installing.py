@@ -17,7 +17,7 @@ from typing import Final
 from envserver_records.errors import ConfigError, NotFoundError
 from envserver_records.files import storing, user_folder
 
-from .launch import Harness, Package
+from .programs import Harness, Package
 
 LEAST_NODE: Final = 18
 _INSTALL_SECONDS: Final = 1800
@@ -34,7 +34,7 @@ def agents_folder(folder: Path | None = None) -> Path:
 
 
 def installed_version(name: str, folder: Path | None = None) -> str:
-    """Returns the version of an installed program; "" if it is not installed."""
+    """Returns the version of an installed program, or ""."""
     try:
         return version_in(agents_folder(folder) / name)
     except ConfigError:  # without a home nothing is installed in it
@@ -42,7 +42,6 @@ def installed_version(name: str, folder: Path | None = None) -> str:
 
 
 def installed_place(harness: Harness, folder: Path | None = None) -> Path:
-    """Returns the folder of an installed program. Raises NotFoundError: it is not installed."""
     place = agents_folder(folder) / harness.name
     if not version_in(place):
         raise NotFoundError(
@@ -53,7 +52,6 @@ def installed_place(harness: Harness, folder: Path | None = None) -> Path:
 
 
 def version_in(place: Path) -> str:
-    """Returns the version of the program in a folder; "" if there is none."""
     try:
         return str(json.loads((place / _MANIFEST).read_text())["version"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -61,11 +59,8 @@ def version_in(place: Path) -> str:
 
 
 def install(harness: Harness, folder: Path | None = None, version: str = "") -> Path:
-    """Installs a program, in place of an earlier version; returns its folder.
-
-    Args:
-        version: unset: the one that is tested with this version of envserver.
-    """
+    """Installs a program, in place of an earlier version; returns its folder. `version`: unset: the
+    one that is tested with this version of envserver."""
     package = harness.package
     if package is None:
         raise NotFoundError(f"{harness.name!r} is not a program that can be installed.")

@@ -1,13 +1,9 @@
-"""Finds environments by the name of an entry point, by the path of a .py file, a folder or rows,
-or by another framework's scheme (`SCHEME:NAME`).
+"""Finds environments: entry points, .py files, folders, rows, and `SCHEME:NAME` of other
+frameworks.
 
-Installed packages (`installed`) offer entry points, too. An environment with an interpreter of its
-own is found as a class that stands for it (`hosted`).
-
-An entry point of the group `envserver.environments` names an Environment subclass; the built-in
-environments are those that this project registers. A file, or a folder with `env.py` or
-`__init__.py`, must define exactly one Environment subclass, or be followed by `:ClassName`; see
-`folders` for what it may import.
+An environment with an interpreter of its own is found as a class that stands for it (`hosted`). A
+file, or a folder with `env.py` or `__init__.py`, must define exactly one Environment subclass, or
+be followed by `:ClassName`.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.section import EnvironmentConfig
 from . import installed
-from .installed import Installed, with_own_interpreter
+from .installed import with_own_interpreter
 
 ENTRY_POINT_GROUP = installed.ENVIRONMENTS
 _US = "envserver"
@@ -40,7 +36,6 @@ _AS_ELSEWHERE = {"smolagents": "gaia"}
 
 
 def builtin_names() -> list[str]:
-    """Names of the environments that ship with envserver, sorted."""
     return sorted(
         point.name for point, package in installed.offered(ENTRY_POINT_GROUP) if package == _US
     )
@@ -48,8 +43,7 @@ def builtin_names() -> list[str]:
 
 def entry_point_names() -> dict[str, EntryPoint]:
     """Environments that packages offer to this interpreter. A built-in's name is not replaced by
-    another's.
-    """
+    another's."""
     points = installed.offered(ENTRY_POINT_GROUP)
     return {point.name: point for point, _ in sorted(points, key=lambda pair: pair[1] == _US)}
 
@@ -102,12 +96,13 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
 
 
 def _integrated_class(scheme: str, rest: str) -> type[Environment]:
-    """Returns the environment class of `SCHEME:REST`: its own, or one that stands for it."""
     if not rest:
         raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
     one = installed.integration(scheme)
     reference = installed.absolute(scheme, rest)
-    if (own := with_own_interpreter().get(reference)) is not None and not _runs_in(own[0]):
+    own = with_own_interpreter().get(reference)
+    python = own[0].interpreter if own is not None else None
+    if own is not None and python is not None and python.executable != sys.executable:
         from .hosted import hosted_class
 
         return hosted_class(*own)
@@ -130,10 +125,6 @@ def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
     return NotFoundError(text, hint=hint)
 
 
-def _runs_in(one: Installed) -> bool:
-    return one.interpreter is not None and one.interpreter.executable == sys.executable
-
-
 def _not_found(reference: str) -> NotFoundError:
     start, colon, rest = reference.partition(":")
     schemes = sorted(installed.integration_points())
@@ -147,7 +138,7 @@ def _not_found(reference: str) -> NotFoundError:
 
 
 def _is_data(reference: str) -> bool:
-    """Whether `reference` names rows (`--env rows.jsonl`); installed names and code win."""
+    """Installed names and code win."""
     if reference in known_names() or is_environment_folder(Path(reference)):
         return False
     if installed.split(reference) is not None:
@@ -177,14 +168,11 @@ def absolute(reference: str) -> str:
 
 
 def defines_environment(path: Path) -> bool:
-    """Returns whether a .py file or a folder defines an environment, or several.
-    Raises ConfigError: it cannot be imported.
-    """
+    """Returns whether a .py file or a folder defines an environment, or several."""
     return bool(_environments_of(import_path(path)))
 
 
 def _environments_of(modules: list[ModuleType]) -> dict[str, type[Environment]]:
-    """The environment classes that `modules` name, from any file of their folder."""
     known: dict[str, type[Environment]] = {}
     for module in modules:
         for name, value in vars(module).items():

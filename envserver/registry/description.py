@@ -1,8 +1,6 @@
 """Describes an environment class as data, so that a process that cannot import it knows it.
 
-In, in the environment's interpreter: its class. Out, in the server: a class with the same
-declarations and settings (`config_class`, `hosted.hosted_class`). Limits of single settings
-(`ge=1`) are checked where the class itself is.
+Limits of single settings (`ge=1`) are checked where the class itself is.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ _DECLARED: Final = tuple(
     name for name, kind in Environment.__annotations__.items() if kind.startswith("ClassVar")
 )
 HOOKS: Final = ("on_request", "on_answer")
-"""Methods that look at model calls."""
 _PLAIN: Final[dict[str, Any]] = {
     "integer": int,
     "number": float,
@@ -40,12 +37,8 @@ _PLAIN: Final[dict[str, Any]] = {
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """A field of an environment's Config.
-
-    Args:
-        schema: its JSON schema; None: any value.
-        default: JSON-like.
-    """
+    """A field of an environment's Config. `schema`: its JSON schema; None: any value. `default`:
+    JSON-like."""
 
     name: str
     schema: dict[str, Any] | None = None
@@ -62,7 +55,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         title: its `name`.
         summary: its docstring.
         declared: class attributes by name.
-        scores_groups: whether it has `score_group`.
         needs_server: its hooks; "services", if it has services, tools on the server or shared MCP
             servers.
         settings: the fields of its Config that differ from `EnvironmentConfig`.
@@ -81,7 +73,6 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(name: str, kind: type[Environment]) -> Description:
-    """Describes `kind`, the environment of the entry point `name`."""
     return Description(
         name=name,
         title=kind.name,
@@ -155,7 +146,6 @@ def config_class(described: Description) -> type[EnvironmentConfig]:
 
 
 def annotation_of(schema: Mapping[str, Any] | None) -> Any:
-    """Returns the type that a JSON schema of pydantic describes; Any where there is none."""
     if schema is None:
         return Any
     return _annotation(schema, schema.get("$defs", {}))
@@ -181,10 +171,7 @@ def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> An
 
 
 def main(out: str, *references: str) -> None:
-    """Writes the descriptions of environments, as Python's JSON, to the file `out`.
-
-    Exits with the message of a usage error.
-    """
+    """Writes the descriptions of environments, as Python's JSON, to the file `out`."""
     import json
 
     from . import find

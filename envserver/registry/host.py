@@ -1,8 +1,7 @@
 """Runs inside the host process of an environment, in the environment's own interpreter.
 
-`start` makes the environment; `answer` is the only entry point afterwards. It never raises: a
-HostAnswer holds a pickled value or the failure. Tasks are deterministic, so a process that is
-started again goes on where the last one ended.
+`answer` never raises. Tasks are deterministic, so a process that is started again goes on where the
+last one ended.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ _streams: dict[tuple[str, int], Iterator[Task]] = {}
 
 
 class HostAnswer(msgspec.Struct, frozen=True):
-    """The result of a call: a pickled `value`, or `failure`."""
-
     value: bytes = b""
     failure: Failure | None = None
 
@@ -57,14 +54,10 @@ def answer(request: bytes) -> HostAnswer:
         return HostAnswer(failure=failure_of(error))
 
 
-def settings() -> dict[str, Any]:
-    made: dict[str, Any] = _environment().config.model_dump(mode="json")
-    return made
-
-
-def sandbox() -> SandboxSpec | None:
-    """Returns the sandbox that the environment declares with these settings."""
-    return _environment().sandbox
+def made() -> tuple[dict[str, Any], SandboxSpec | None]:
+    """Returns the settings as the environment made them, and the sandbox that it declares."""
+    environment = _environment()
+    return environment.config.model_dump(mode="json"), environment.sandbox
 
 
 def method(name: str, arguments: tuple[Any, ...]) -> Any:

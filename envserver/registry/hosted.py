@@ -1,15 +1,14 @@
-"""An environment that this process cannot import: its own interpreter runs it.
+"""An environment that this process cannot import: a class of the same declarations and settings.
 
-In: the description of an installed environment. Out: a class for the server with the same
-declarations and settings. What the server asks of an environment (tasks, demonstrations, final
-answers) is asked of a host process in the environment's interpreter. Workers and scorers start in
-that interpreter, too, and have the class itself.
+What the server asks of it (tasks, demonstrations, final answers) is asked of a host process in the
+environment's interpreter. Workers and scorers start there, too, and have the class itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 import pickle
 import socket
@@ -17,6 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, NoReturn
@@ -33,17 +33,17 @@ from envserver_records.errors import (
     UsageError,
     by_kind,
 )
-from envserver_records.records import Message, PublicTask, Result, Score, Split, Task
+from envserver_records.records import PublicTask, Result, Split, Task
 from envserver_records.waiting import cancel_and_wait
 from pebble import ProcessExpired, ProcessPool
 
-from ..environment import AgentRole, Caller, Environment, KnownResult, Service, Services
+from ..environment import Caller, Environment, KnownResult, Service, Services
 from ..rollout_interface import HookBug, ModelCall, Rollout
 from . import host, service_host
 from .description import HOOKS, Description, config_class
 from .installed import Installed, Interpreter, usable_interpreter
 from .interpreters import InterpreterContext
-from .service_host import Answer, Bug, CallerData, Flagged, HookData, Offer, Request
+from .service_host import Answer, Bug, Flagged, Offer, Request, ignored
 
 END_SECONDS = 10.0
 """Seconds for the process to leave its services and end; then it is killed."""
@@ -54,12 +54,7 @@ _log = structlog.get_logger("envserver.services")
 
 
 class HostedServices:
-    """The process of one environment's services and hooks.
-
-    Args:
-        reference: names the environment in its interpreter.
-        config: its settings, JSON-like.
-    """
+    """The process of an environment's services and hooks; `reference`: in its interpreter."""
 
     def __init__(self, interpreter: Interpreter, reference: str, config: dict[str, Any]) -> None:
         self._interpreter = interpreter
@@ -87,16 +82,9 @@ class HostedServices:
                 await self._process.end()
 
     async def hook(self, name: str, call: ModelCall) -> None:
-        data = HookData(
-            agent=call.agent,
-            messages=call.messages,
-            tools=call.tools,
-            prompt=call.prompt,
-            answer=call.answer,
-            choice=call.choice,
-        )
-        process, caller = await self._for(call.caller)
-        answer = await self._asked(process, call.caller.flag, "hook", name, data, caller)
+        sent = copy.copy(call)
+        process, sent.caller = await self._for(call.caller)
+        answer = await self._asked(process, call.caller.flag, "hook", name, sent)
         if answer.bug is not None:
             bug = answer.bug
             raise HookBug(f"{bug.kind}: {bug.message} {bug.place}", bug.kind, bug.traceback)
@@ -113,7 +101,7 @@ class HostedServices:
     @asynccontextmanager
     async def _state(self, task: Task) -> AsyncIterator[_State]:
         process = await self._current()
-        answer = await self._asked(process, _ignored, "open_state", task)
+        answer = await self._asked(process, ignored, "open_state", task)
         if answer.bug is not None:
             raise self._logged(answer.bug, "rollout's state", "")
         state = _State(process, self._value(answer))
@@ -121,13 +109,13 @@ class HostedServices:
             yield state
         finally:
             with contextlib.suppress(ServiceError):  # it is gone with its process
-                left = await self._asked(process, _ignored, "close_state", state.number)
+                left = await self._asked(process, ignored, "close_state", state.number)
                 if left.bug is not None:
                     self._logged(left.bug, "end of a rollout's state", "")
 
     async def _shown(self, group_id: str) -> dict[str, Any]:
         try:
-            answer = await self._asked(await self._current(), _ignored, "shown", group_id)
+            answer = await self._asked(await self._current(), ignored, "shown", group_id)
             shown: dict[str, Any] = self._value(answer)
         except ServiceError:
             return {}
@@ -144,16 +132,12 @@ class HostedServices:
                 )
             return self._process
 
-    async def _for(self, caller: Caller) -> tuple[_HostProcess, CallerData]:
+    async def _for(self, caller: Caller) -> tuple[_HostProcess, Caller]:
+        """Returns the process that has the caller's state, and what it gets of the caller."""
         state = caller.state
-        number = None
         if isinstance(state, _State):
-            process, number = state.process, state.number
-        else:
-            process = await self._current()
-        return process, CallerData(
-            rollout_id=caller.rollout_id, group_id=caller.group_id, task=caller.task, state=number
-        )
+            return state.process, replace(caller, flag=ignored, state=state.number)
+        return await self._current(), replace(caller, flag=ignored, state=None)
 
     async def _asked(
         self, process: _HostProcess, flag: Callable[[str], object], what: str, *arguments: Any
@@ -267,7 +251,7 @@ class _HostProcess:
         try:
             while (message := await service_host.receive(self._reader)) is not None:
                 if isinstance(message, Flagged):
-                    self._flags.get(message.number, _ignored)(message.word)
+                    self._flags.get(message.number, ignored)(message.word)
                 elif (answered := self._waiting.get(message.number)) and not answered.done():
                     answered.set_result(message)
         finally:
@@ -280,13 +264,8 @@ class _HostProcess:
 
 
 def error_of(failure: Failure) -> EnvserverError:
-    """Returns the typed error that was raised in another process."""
     kind = _KINDS.get(failure.kind, ServiceError)
     return kind(failure.message, hint=failure.hint, **failure.detail)
-
-
-def _ignored(word: str) -> None:
-    """What a state or a group's end flags belongs to no request."""
 
 
 _LARGEST_BATCH = 64
@@ -312,14 +291,19 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
         "has_services": bool(described.needs_server),
     }
     if described.scores_groups:
-        members["score_group"] = _score_group
+        members["score_group"] = _asked("score_group")
     members |= {name: _hook(name) for name in HOOKS if name in described.needs_server}
     return type(described.title, (HostedEnvironment,), members)
 
 
-class HostedEnvironment(Environment):
-    """Asks the environment's host process; see `host` for what runs there."""
+def _asked(method: str) -> Any:
+    def ask(self: HostedEnvironment, *arguments: Any) -> Any:
+        return self._ask(method, *arguments)
 
+    return ask
+
+
+class HostedEnvironment(Environment):
     reference: ClassVar[str]
     installed: ClassVar[Installed]
     file: ClassVar[str]
@@ -330,27 +314,24 @@ class HostedEnvironment(Environment):
         super().__init__(config)
         arguments = (self.reference, self.config.model_dump(mode="json"))
         self._host = _Host(self.interpreter, arguments)
-        self.config = self._completed_config()
-        self.sandbox = self._host.call(host.sandbox)  # it may depend on the settings
+        settings, self.sandbox = self._host.call(host.made)
+        self.config = self._completed_config(settings)
         self.hosted = HostedServices(self.interpreter, *arguments)
 
-    def _completed_config(self) -> Any:
+    def _completed_config(self, settings: dict[str, Any]) -> Any:
         """Returns the settings as the environment's own Config made them: it may derive some.
 
         Those of agents stay: they hold keys, which its interpreter does not get.
         """
         # An integration of a newer envserver may have settings that the description does not.
         known = self.Config.model_fields
-        made = {
-            name: value for name, value in self._host.call(host.settings).items() if name in known
-        }
+        made = {name: value for name, value in settings.items() if name in known}
         checked = self.Config.model_validate(made | {"agents": {}})
         return self.config.model_copy(
             update={name: getattr(checked, name) for name in made if name != "agents"}
         )
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """Yields the tasks; they are fetched in batches that grow."""
         position, size = 0, 1
         while True:
             batch: list[Task] = self._host.call(host.tasks, split, position, size)
@@ -361,58 +342,30 @@ class HostedEnvironment(Environment):
             size = min(2 * size, _LARGEST_BATCH)
 
     def rollout(self, task: PublicTask, run: Rollout) -> NoReturn:
-        """Raises ConfigError: rollouts run in workers, which have the class itself."""
         raise ConfigError(
             f"{self.name!r} has an interpreter of its own and cannot run in this process.",
             hint="Debug one task: envserver run --env NAME --task ID --debug",
         )
 
-    def score(self, task: Task, result: Result) -> Score:
-        score: Score = self._ask("score", task, result)
-        return score
-
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         return self.hosted.running() if self.has_services else nullcontext({})
-
-    def agents(self) -> Mapping[str, AgentRole]:
-        roles: Mapping[str, AgentRole] = self._ask("agents")
-        return roles
-
-    def demonstration(self, task: Task) -> list[Message] | Mapping[str, list[Message]] | None:
-        messages: list[Message] | None = self._ask("demonstration", task)
-        return messages
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return iter(self._ask("known_results", task))
 
-    def baselines(self) -> Mapping[str, Mapping[str, Any]]:
-        baselines: Mapping[str, Mapping[str, Any]] = self._ask("baselines")
-        return baselines
-
-    def task_from_row(self, row: dict[str, Any]) -> Task:
-        task: Task = self._ask("task_from_row", row)
-        return task
-
-    def task_from_question(self, asked: Any) -> Task:
-        task: Task = self._ask("task_from_question", asked)
-        return task
-
     def final_answer(self, result: Result) -> str:
         return str(self._ask("final_answer", result))
 
-    def response_from_row(self, response: str, messages: list[Message]) -> Result:
-        result: Result = self._ask("response_from_row", response, messages)
-        return result
+    score = _asked("score")
+    agents = _asked("agents")
+    demonstration = _asked("demonstration")
+    baselines = _asked("baselines")
+    task_from_row = _asked("task_from_row")
+    task_from_question = _asked("task_from_question")
+    response_from_row = _asked("response_from_row")
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return self._host.call(host.method, method, arguments)
-
-
-def _score_group(
-    self: HostedEnvironment, task: Task, results: list[Result], scores: list[Score]
-) -> list[Score]:
-    adjusted: list[Score] = self._ask("score_group", task, results, scores)
-    return adjusted
 
 
 def _hook(name: str) -> Callable[[HostedEnvironment, ModelCall], Awaitable[None]]:
@@ -432,7 +385,6 @@ class _Host:
         self._pool: ProcessPool | None = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a function of `host`; one that died is run again in a new process."""
         request = pickle.dumps((function, arguments))
         for attempt in itertools.count(1):
             try:

@@ -34,13 +34,8 @@ VENV = "venv"
 
 
 class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
-    """A Python of an environment's own virtual environment.
-
-    Args:
-        executable: its path.
-        own_path: its `sys.path`, without envserver.
-        version: of Python, `major.minor`.
-    """
+    """A Python of an environment's own virtual environment. `own_path`: its `sys.path`, without
+    envserver; `version`: `major.minor`."""
 
     executable: str
     own_path: list[str]
@@ -57,14 +52,8 @@ class Interpreter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Installed(msgspec.Struct, frozen=True, kw_only=True):
-    """An installed package.
-
-    Args:
-        package, version: of the distribution.
-        source: what was given to `env install`.
-        environments: its environments.
-        interpreter: of its own virtual environment; None: it runs in envserver's.
-        envserver: the version that described its environments; "" in records of older ones.
+    """An installed package. `source`: what was given to `env install`; `interpreter`: None: it runs
+    in envserver's; `envserver`: the version that described its environments, "" in older records.
     """
 
     package: str
@@ -84,7 +73,6 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def this_version() -> str:
-    """The version of the Python that runs this, `major.minor`."""
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -110,7 +98,6 @@ def _again(one: Installed) -> str:
 
 
 def home() -> Path:
-    """The folder of installed packages: `$XDG_DATA_HOME/envserver/environments`."""
     return user_folder("XDG_DATA_HOME", ".local/share") / "envserver" / "environments"
 
 
@@ -125,7 +112,6 @@ def installed() -> list[Installed]:
 
 
 def with_own_interpreter() -> dict[str, tuple[Installed, Description]]:
-    """Returns the environments that run in an interpreter of their own, by name."""
     return {
         described.name: (one, described)
         for one in installed()
@@ -135,7 +121,6 @@ def with_own_interpreter() -> dict[str, tuple[Installed, Description]]:
 
 
 def write_record(one: Installed) -> None:
-    """Writes `RECORD`: from now on the package is installed."""
     partial = one.folder / f"{RECORD}.partial"
     # Not msgspec's JSON: an end of a reward range may be infinite.
     partial.write_text(json.dumps(msgspec.to_builtins(one), indent=2) + "\n")
@@ -184,7 +169,7 @@ def offered(group: str) -> tuple[tuple[EntryPoint, str], ...]:
 def _offered(
     folders: tuple[tuple[str, int], ...],
 ) -> dict[str, tuple[tuple[EntryPoint, str], ...]]:
-    """Returns what `offered` returns, by group: a file of each package is read once for all."""
+    """A file of each package is read once for all groups."""
     everything = entry_points()
     return {group: _named(everything.select(group=group)) for group in (ENVIRONMENTS, INTEGRATIONS)}
 

@@ -1,7 +1,7 @@
 """Starts processes of multiprocessing in the interpreter of an environment.
 
-The pipes and their framing are multiprocessing's: server and process exchange pickles. Both run
-the same envserver, the one of the server (`Interpreter.search_path`), with other libraries.
+Both sides run the same envserver, the one of the server (`Interpreter.search_path`), with other
+libraries, and exchange pickles.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def become(python: Interpreter, argv: list[str]) -> NoReturn:
 
 
 class InterpreterContext(SpawnContext):
-    """A multiprocessing context whose processes run in `interpreter`."""
-
     def __init__(self, interpreter: Interpreter) -> None:
         super().__init__()
         self.Process = partial(_Process, interpreter)  # type: ignore[misc, assignment]
@@ -84,14 +82,7 @@ class _Popen(popen_spawn_posix.Popen):
         python = process_obj.interpreter
         tracker = cast(int, resource_tracker.getfd())
         self._fds.append(tracker)
-        data = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            facts = {**preparation(process_obj.name), "sys_path": python.search_path}
-            reduction.dump(facts, data)
-            reduction.dump(process_obj, data)
-        finally:
-            set_spawning_popen(None)
+        data = dumped(self, process_obj, sys_path=python.search_path)
         parent_reads, child_writes = os.pipe()
         child_reads, parent_writes = os.pipe()
         try:
@@ -103,18 +94,26 @@ class _Popen(popen_spawn_posix.Popen):
         self.sentinel = parent_reads
         self.finalizer = util.Finalize(self, os.close, (parent_reads,))
         with os.fdopen(parent_writes, "wb") as pipe:
-            pipe.write(data.getbuffer())
+            pipe.write(data)
 
 
-def preparation(name: str) -> dict[str, Any]:
-    """Returns the facts that a process gets first.
+def dumped(popen: Any, process_obj: BaseProcess, **facts: Any) -> memoryview:
+    """Returns what a process that `popen` starts gets first: facts, and itself.
 
     It does not import the caller's script, as multiprocessing would: that would run it again where
     it has no `if __name__ == "__main__"`.
     """
     with start_method_stays():
-        data = spawn.get_preparation_data(name)
-    return {key: value for key, value in data.items() if not key.startswith("init_main")}
+        given = spawn.get_preparation_data(process_obj.name)
+    own = {key: value for key, value in given.items() if not key.startswith("init_main")}
+    data = io.BytesIO()
+    set_spawning_popen(popen)
+    try:
+        reduction.dump({**own, **facts}, data)
+        reduction.dump(process_obj, data)
+    finally:
+        set_spawning_popen(None)
+    return data.getbuffer()
 
 
 @contextmanager

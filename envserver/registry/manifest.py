@@ -33,7 +33,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         version, licence: of the package; the licence as an SPDX expression.
         isolation, reward_range: as the class declares them.
         determinism: in words, what is the same for the same settings.
-        data_sources: where the tasks are from, with licences.
         score_card: the file with the results of `envserver check`.
     """
 
@@ -48,7 +47,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_manifests(text: str, place: str) -> dict[str, Manifest]:
-    """Returns the manifests in a file's text, by environment."""
     try:
         documents = [each for each in yaml.safe_load_all(text) if each is not None]
         made = [msgspec.convert(each, Manifest, strict=False) for each in documents]
@@ -60,7 +58,6 @@ def read_manifests(text: str, place: str) -> dict[str, Manifest]:
 def completed(
     manifest: Manifest, described: Description | None, version: str, licence: str, place: str
 ) -> Manifest:
-    """Returns the manifest with the facts of the package filled in."""
     facts: dict[str, Any] = {"version": version, "licence": licence}
     if described is not None:
         low, high = described.declared["reward_range"]

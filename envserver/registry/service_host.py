@@ -1,9 +1,8 @@
-"""Runs services and hooks of an environment in its own interpreter; `hosted_services` asks it.
+"""Runs services and hooks of an environment in its own interpreter; `HostedServices` asks it.
 
-In: requests over a socket, each a frame. Out: answers, in the order in which they are ready. All
-requests run at the same time on one event loop, as they would in the server. Invariants: one that
-fails is answered with its failure and disturbs no other; when the server hangs up, all are
-cancelled, states are left, and the process ends.
+All requests run at the same time on one event loop. Invariants: one that fails is answered with its
+failure and disturbs no other; when the server hangs up, all are cancelled, states are left, and the
+process ends.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import sys
 import traceback
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 from envserver_records.errors import EnvserverError, Failure
-from envserver_records.records import Message, Task
+from envserver_records.records import Task
 from envserver_records.waiting import cancel_and_wait
 
 from ..environment import Caller, Environment, Service, Services
@@ -35,26 +35,6 @@ HEAD_BYTES = 8
 _MOST_TRACEBACK = 8000
 
 
-class CallerData(msgspec.Struct, frozen=True, kw_only=True):
-    """A `Caller` that can be sent; `state` is the number of an open state."""
-
-    rollout_id: str
-    group_id: str
-    task: Task
-    state: int | None = None
-
-
-class HookData(msgspec.Struct, frozen=True, kw_only=True):
-    """A `ModelCall` that can be sent."""
-
-    agent: str | None
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-    prompt: Any
-    answer: Message | None
-    choice: int
-
-
 class Request(msgspec.Struct, frozen=True):
     """A request of the server: the name of a method of `_Host`, or "cancel" of an earlier one."""
 
@@ -64,8 +44,6 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Bug(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception that is no typed error: its class, message, place and traceback."""
-
     kind: str
     message: str
     place: str
@@ -73,8 +51,6 @@ class Bug(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a request: a pickled `value`, or why there is none."""
-
     number: int
     value: bytes = b""
     failure: Failure | None = None
@@ -84,17 +60,19 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flagged(msgspec.Struct, frozen=True):
-    """A running request flags its rollout."""
-
     number: int
     word: str
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of the first answer, numbered 0: the services that there are."""
+    """The value of the first answer, numbered 0."""
 
     names: list[str]
     has_state: bool
+
+
+def ignored(word: str) -> None:
+    """Takes the flags of what belongs to no request: a state, a group's end."""
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
@@ -107,14 +85,12 @@ async def receive(reader: asyncio.StreamReader) -> Any:
 
 
 def send(writer: asyncio.StreamWriter, message: Any) -> None:
-    """Sends a message as soon as the other side takes it."""
     data = pickle.dumps(message)
     writer.write(len(data).to_bytes(HEAD_BYTES))
     writer.write(data)
 
 
 def main(channel: socket.socket, reference: str, config: dict[str, Any]) -> None:
-    """Serves the environment `reference` with these settings until the server hangs up."""
     import structlog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
@@ -164,7 +140,6 @@ class _Host:
         return self._answer(0, Offer(names=list(self._services), has_state=has_state))
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Answers requests until there are no more; then ends those that run."""
         try:
             while (request := await receive(reader)) is not None:
                 if request.what == "cancel":
@@ -212,20 +187,19 @@ class _Host:
         )
 
     async def service(
-        self, number: int, name: str, arguments: dict[str, Any], caller: CallerData
+        self, number: int, name: str, arguments: dict[str, Any], caller: Caller
     ) -> Any:
         return await self._services[name](arguments, self._caller(number, caller))
 
-    async def hook(self, number: int, name: str, call: HookData, caller: CallerData) -> Any:
+    async def hook(self, number: int, name: str, call: ModelCall) -> Any:
         """Runs a hook; returns the reason, whether it refuses, and what it changes."""
-        looked = ModelCall(caller=self._caller(number, caller), **msgspec.structs.asdict(call))
-        waiting = getattr(self._environment, name)(looked)
+        call.caller = self._caller(number, call.caller)
+        waiting = getattr(self._environment, name)(call)
         if waiting is not None:
             await waiting
-        return looked.reason, looked.refused, looked.changes
+        return call.reason, call.refused, call.changes
 
     async def open_state(self, number: int, task: Task) -> int:
-        """Makes the state of an attempt; returns its number."""
         make = self._services.state
         assert make is not None
         stack = AsyncExitStack()
@@ -244,19 +218,18 @@ class _Host:
         shown = self._services.shown(group_id)
         return await shown if inspect.isawaitable(shown) else shown
 
-    def _caller(self, number: int, data: CallerData) -> Caller:
-        """Returns what a request sees of its rollout; its task is a user of the state."""
-        if data.state is not None:
-            users = self._users.setdefault(data.state, set())
+    def _caller(self, number: int, caller: Caller) -> Caller:
+        """Returns what a request sees of its rollout; its task is a user of the state, of which
+        `caller` has the number."""
+        state = None
+        if caller.state is not None:
+            users = self._users.setdefault(caller.state, set())
             task = self._running[number]
             users.add(task)
             task.add_done_callback(users.discard)
-        return Caller(
-            rollout_id=data.rollout_id,
-            group_id=data.group_id,
-            task=data.task,
-            flag=lambda word: self._send(Flagged(number, str(word))),
-            state=None if data.state is None else self._states[data.state][0],
+            state = self._states[caller.state][0]
+        return replace(
+            caller, flag=lambda word: self._send(Flagged(number, str(word))), state=state
         )
 
 

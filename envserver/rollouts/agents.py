@@ -22,7 +22,6 @@ _ENGINES_OWN = ("default", None)
 def demonstrated(
     environment: Environment, task: Task, roles: Mapping[str, bool]
 ) -> dict[str | None, list[Message]]:
-    """Returns the messages of each agent that solve `task`; empty if unknown."""
     turns = environment.demonstration(task)
     if not turns:
         return {}
@@ -49,78 +48,59 @@ def seats_of(
     sampling: Mapping[str, Any],
     own_models: Mapping[str, str],
 ) -> dict[str, AgentRoute]:
-    """Returns the route of each agent.
-
-    Args:
-        model, sampling: of the rollouts, for what an agent's settings leave open.
-        own_models: name of the model of each agent that has its own source.
-    """
-    settings = environment.config.agents
-    return {
-        name: _route(name, role, settings.get(name) or AgentConfig(), model, sampling, own_models)
-        for name, role in roles.items()
-    }
-
-
-def _route(
-    name: str,
-    role: AgentRole,
-    config: AgentConfig,
-    model: str,
-    sampling: Mapping[str, Any],
-    own_models: Mapping[str, str],
-) -> AgentRoute:
-    asked = {field: getattr(config, field) for field in ("temperature", "top_p", "max_tokens")}
-    own = {field: value for field, value in asked.items() if value is not None}
-    chosen = own_models.get(name, model)
-    is_own = name in own_models
-    # A policy that is asked for by its version is the policy, under whatever name.
-    of_policy = not is_own or (config.base_url is None and VERSION_PLACEHOLDER in chosen)
-    return AgentRoute(
-        model=chosen,
-        sampling={**sampling, **own},
-        trained=role.trained,
-        endpoint=name if is_own else "",
-        follows_policy=role.trained or of_policy,
-    )
+    """Returns the route of each agent. `model`, `sampling`: for what its settings leave open;
+    `own_models`: name of the model of each agent that has its own source."""
+    routes = {}
+    for name, role in roles.items():
+        config = environment.config.agents.get(name) or AgentConfig()
+        asked = {field: getattr(config, field) for field in ("temperature", "top_p", "max_tokens")}
+        own = {field: value for field, value in asked.items() if value is not None}
+        chosen, is_own = own_models.get(name, model), name in own_models
+        # A policy that is asked for by its version is the policy, under whatever name.
+        of_policy = not is_own or (config.base_url is None and VERSION_PLACEHOLDER in chosen)
+        routes[name] = AgentRoute(
+            model=chosen,
+            sampling={**sampling, **own},
+            trained=role.trained,
+            endpoint=name if is_own else "",
+            follows_policy=role.trained or of_policy,
+        )
+    return routes
 
 
 def temperatures(environment: Environment, sampling: SamplingConfig) -> dict[str, float]:
-    """Returns the temperature of each trained agent, by the setting that says it."""
+    return _of_trained(environment, sampling, "temperature")
+
+
+def _of_trained(environment: Environment, sampling: SamplingConfig, field: str) -> dict[str, float]:
+    """Returns a field of the sampling of each trained agent, by the setting that says it."""
     settings = environment.config.agents
     roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
     found = {}
     for name in (name for name, role in roles.items() if role.trained):
-        own = (settings.get(name) or AgentConfig()).temperature
+        own = getattr(settings.get(name) or AgentConfig(), field)
         if own is None:
-            found["sampling.temperature"] = sampling.temperature
+            found[f"sampling.{field}"] = getattr(sampling, field)
         else:
-            found[f"env.agents.{name}.temperature"] = own
+            found[f"env.agents.{name}.{field}"] = own
     return found
 
 
 def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     """Checks that trainers can learn from trained agents: they must be able to compute the
-    distribution that tokens are sampled from.
-    """
-    settings = environment.config.agents
-    roles: dict[str, AgentRole] = {**roles_of(environment)} or {"": AgentRole()}
-    for name, role in roles.items():
-        own = settings.get(name) or AgentConfig()
-        top_p = sampling.top_p if own.top_p is None else own.top_p
-        temperature = sampling.temperature if own.temperature is None else own.temperature
-        if role.trained and top_p != 1:
-            where = "sampling" if own.top_p is None else f"env.agents.{name}"
+    distribution that tokens are sampled from."""
+    for setting, top_p in _of_trained(environment, sampling, "top_p").items():
+        if top_p != 1:
             raise ConfigError(
-                f"--{where}.top_p {top_p:g}: no trainer can learn rightly from tokens that are "
+                f"--{setting} {top_p:g}: no trainer can learn rightly from tokens that are "
                 "sampled with top_p, because it does not know what was cut off.",
                 hint="Leave it at 1; the temperature is free. `envserver process` writes groups "
                 "to a file with any sampling.",
             )
-        if role.trained and temperature == 0:
-            where = "sampling" if own.temperature is None else f"env.agents.{name}"
+    for setting, temperature in temperatures(environment, sampling).items():
+        if temperature == 0:
             raise ConfigError(
-                f"--{where}.temperature 0: a trainer learns nothing from always the same tokens.",
+                f"--{setting} 0: a trainer learns nothing from always the same tokens.",
                 hint="Set it to 1. `envserver process` writes groups to a file with any sampling.",
             )
 
@@ -143,7 +123,6 @@ def demonstrating(
     task: Task,
     rollout_id: str,
 ) -> Iterator[None]:
-    """Within the block, the demonstrator (if any) knows the solution of `task`."""
     if demonstrator is None:
         yield
         return

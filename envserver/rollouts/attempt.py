@@ -1,7 +1,6 @@
 """Runs one attempt: opens it at the proxy, runs the agent in a worker, reads what was recorded.
 
-The attempt is sealed at the proxy whatever happens. `StalenessMonitor` cancels attempts whose
-oldest token is too old for the published policy version.
+The attempt is sealed at the proxy whatever happens.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -41,18 +40,17 @@ from envserver_records.records import (
     Conversation,
     Result,
     SandboxUsage,
+    Score,
     Sequence,
-    ServiceCall,
-    TracedCall,
+    Trajectory,
     Usage,
 )
 from envserver_records.tasks import TurnReward
-from envserver_records.timings import MOST_TIMINGS, EgressRequest, HookEvent, Timing
+from envserver_records.timings import MOST_TIMINGS, HookEvent, Timing
 
 from ..environment import NO_REWARDS, Isolation
 from ..proxy.attempts import AttemptSpec, PostedReward, ProxyAttempt, Timeline
 from ..proxy.bounds import OVER_BOUND
-from ..proxy.server import Proxy
 from ..proxy.worker import job_of, take_result
 from ..telemetry.tracing import agent_span, current, within
 from ..tokens.builder import all_flags, build, find_parents
@@ -60,14 +58,15 @@ from ..tokens.flags import Actions
 from ..tokens.images import held_by
 from ..tokens.invariants import check
 from ..tokens.trace import pack_calls
-from ..workers.pool import Assignment, Spent, WorkerPool
-from .costs import tokens_of
-from .policy import is_stale, limit_of_death
+from ..workers.pool import Assignment, Spent
+from .costs import ScoringSpent, tokens_of
+from .policy import Untrained, is_stale, limit_of_death
+
+if TYPE_CHECKING:
+    from .group import RolloutContext
 
 
 class StalenessMonitor:
-    """Cancels attempts that are too stale."""
-
     def __init__(self, max_staleness: int | None) -> None:
         self.version = -1
         """The version published last; -1 before any."""
@@ -92,7 +91,6 @@ class StalenessMonitor:
 
     @asynccontextmanager
     async def watching(self, attempt: ProxyAttempt) -> AsyncIterator[None]:
-        """Watches `attempt` while the block runs."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -110,9 +108,9 @@ class StalenessMonitor:
 def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
     """Returns the indices of the calls that each agent received an answer to, turn by turn.
 
-    Of several answers to one request it is the one whose tokens a later prompt continues; if there
-    is none or more than one, the first of them. `calls`: all of an attempt, in order of commit:
-    answers to one request are beside each other.
+    Of several answers to one request it is the one whose tokens a later prompt continues, or else
+    the first. `calls`: all of an attempt, in order of commit: answers to one request are beside
+    each other.
     """
     chosen = _continued(calls)
     answered: dict[str | None, list[int]] = {}
@@ -129,43 +127,24 @@ def answered_calls(calls: list[Call]) -> dict[str | None, list[int]]:
 
 
 def _continued(calls: list[Call]) -> set[int]:
-    """Returns the indices of the calls that others continue; none where no request had several
-    answers."""
     if not any(call.choice for call in calls):
         return set()
     return {calls[parent].index for parent in find_parents(list(calls)) if parent >= 0}
 
 
-def resolved(
-    posted: list[PostedReward],
-    answered: Mapping[str | None, list[int]],
-    committed_at: list[float],
-    spec: AttemptSpec,
-) -> list[TurnReward]:
-    """Returns the posted rewards with their agents, turns and calls.
-
-    Args:
-        answered: see `answered_calls`.
-        committed_at: when each call was recorded, on the clock of PostedReward.
-    """
-    return [_resolved(one, answered, committed_at, spec) for one in posted]
-
-
 def _resolved(
-    one: PostedReward,
-    answered: Mapping[str | None, list[int]],
-    committed_at: list[float],
-    spec: AttemptSpec,
+    attempt: ProxyAttempt, one: PostedReward, answered: Mapping[str | None, list[int]]
 ) -> TurnReward:
+    """Returns a reward with its agent, turn and call. `answered`: see `answered_calls`."""
     try:
-        agent = spec.agent(one.agent)
+        agent = attempt.spec.agent(one.agent)
     except InputError as error:
         _refuse(f"run.reward was called for the agent {one.agent!r}.", error.message)
     calls = answered.get(agent, [])
     whose = "" if agent is None else f" of {agent!r}"
     turn = one.turn
     if turn is None:
-        turn = bisect.bisect([committed_at[call] for call in calls], one.at) - 1
+        turn = bisect.bisect([attempt.committed_at[call] for call in calls], one.at) - 1
         if turn < 0:
             _refuse(f"run.reward was called before the first answer to a call{whose}.")
     elif not 0 <= turn < len(calls):
@@ -248,54 +227,32 @@ experts."""
 
 
 class Finished(msgspec.Struct, kw_only=True):
-    """An attempt that can be scored. `attempt`: its sealed record at the proxy; `timings`: without
-    its scoring."""
+    """An attempt that can be scored. `trajectory` lacks what scoring adds (`group.trajectory_of`);
+    `attempt`: its sealed record at the proxy; `score`: as the scorer gave it."""
 
     result: Result
-    sequences: list[Sequence]
-    tools: list[dict[str, Any]]
-    usage: Usage
-    flags: list[str]
-    calls: list[TracedCall]
-    others: list[Conversation]
+    trajectory: Trajectory
     attempt: ProxyAttempt
-    service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
-    hooks: list[HookEvent] = msgspec.field(default_factory=list)
-    egress: list[EgressRequest] = msgspec.field(default_factory=list)
-    timings: list[Timing] = msgspec.field(default_factory=list)
-    images: dict[str, bytes] = msgspec.field(default_factory=dict)
+    score: Score = msgspec.field(default_factory=lambda: Score(reward=None))
+    spent: ScoringSpent = msgspec.field(default_factory=ScoringSpent)
+    untrained: Untrained = Untrained()
 
 
 async def run_attempt(
-    spec: AttemptSpec,
-    *,
-    proxy: Proxy,
-    proxy_url: str,
-    pool: WorkerPool,
-    actions: Actions,
-    staleness: StalenessMonitor,
-    keep_calls: bool = False,
-    blames_model: bool = False,
+    context: RolloutContext, spec: AttemptSpec, *, blames_model: bool = False
 ) -> Finished:
-    """Runs the agent once.
-
-    Args:
-        staleness: cancels the attempt when it becomes too stale.
-        proxy_url: address of the proxy for workers, without a trailing slash.
-        keep_calls: return the calls with the sequences.
-        blames_model: score it if it ends its worker. One in a sandboxed worker, which code of the
-            model can reach, is always scored then.
-    """
+    """Runs the agent once. `blames_model`: score it if it ends its worker. One in a sandboxed
+    worker, which code of the model can reach, is always scored then."""
     isolation = spec.isolation
-    attempt = proxy.open(spec)
+    attempt = context.proxy.open(spec)
     spent, death = None, None
     try:
-        async with staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):
+        async with context.staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):
             with _traced(attempt, isolation):
-                spent = await pool.run(
+                spent = await context.pool.run(
                     Assignment(
                         rollout_id=spec.rollout_id,
-                        url=f"{proxy_url}/r/{attempt.key}",
+                        url=f"{context.proxy_url}/r/{attempt.key}",
                         env_reference=spec.env_reference,
                         isolation=isolation,
                         deadline=spec.deadline,
@@ -306,8 +263,8 @@ async def run_attempt(
     except WorkerError as error:
         death = error
     finally:
-        proxy.seal(attempt)
-    in_sandboxes = await proxy.settle(attempt)
+        context.proxy.seal(attempt)
+    in_sandboxes = await context.proxy.settle(attempt)
     if isolation == "sandboxed" and attempt.calls and attempt.failure is not None:
         _withdraw_bug(attempt.failure)
     if death is None:
@@ -319,45 +276,61 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    work = partial(_built, attempt, calls, trained, actions)
+    work = partial(_built, attempt, calls, trained, context.actions)
     # A millisecond is not worth the way to a thread and back.
     built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built
     last = main_call(counted, spec.agents)
-    return Finished(
-        result=Result(
-            output=attempt.output,
-            messages=[*last.messages, last.message] if last else [],
-            finish_reason=last.finish_reason if last else None,
-            truncated=limit in _CUTTING_LIMITS
-            or attempt.limits.ended_agent
-            or bool(last and last.finish_reason == "length"),
-            limit=limit,
-            turns=_turns(counted),
-            completion_tokens=_sampled(counted),
-            metrics=dict(attempt.metrics),
-            flags=sorted(attempt.flags),
-            actions=attempt.steps.taken(),
-            turn_rewards=resolved(attempt.turn_rewards, answered, attempt.committed_at, spec),
-            calls={agent or "": indices for agent, indices in answered.items()},
-        ),
+    result = Result(
+        output=attempt.output,
+        messages=[*last.messages, last.message] if last else [],
+        finish_reason=last.finish_reason if last else None,
+        truncated=limit in _CUTTING_LIMITS
+        or attempt.limits.ended_agent
+        or bool(last and last.finish_reason == "length"),
+        limit=limit,
+        turns=_turns(counted),
+        completion_tokens=_sampled(counted),
+        metrics=dict(attempt.metrics),
+        flags=sorted(attempt.flags),
+        actions=attempt.steps.taken(),
+        turn_rewards=[_resolved(attempt, one, answered) for one in attempt.turn_rewards],
+        calls={agent or "": indices for agent, indices in answered.items()},
+    )
+    started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages
+    trajectory = Trajectory(
+        rollout_id=spec.rollout_id,
+        attempt=spec.attempt,
+        task_id=spec.task.id,
+        env=spec.env,
         sequences=sequences,
+        messages=result.messages if shown else [],
         tools=last.tools if last else [],
-        usage=_usage(calls, time.time() - attempt.timeline.started_at, spent, in_sandboxes, limit),
+        output=result.output,
+        score=Score(reward=None),
+        finish_reason=result.finish_reason,
+        truncated=result.truncated,
+        limit=limit,
+        turns=result.turns,
+        usage=_usage(calls, time.time() - started_at, spent, in_sandboxes, limit),
         flags=_flags(attempt, trained, sequences),
-        calls=pack_calls(calls, find_parents(calls)) if keep_calls else [],
-        others=other_conversations(calls, last),
+        metrics=result.metrics,
+        calls=pack_calls(calls, find_parents(calls)) if context.keep_calls else [],
+        actions=result.actions,
+        others=other_conversations(calls, last) if shown else [],
         service_calls=attempt.asked_services,
+        turn_rewards=result.turn_rewards,
+        agent_calls=result.calls,
         hooks=_hook_events(attempt, calls),
         egress=[copy.copy(request) for request in attempt.egress.requests],
+        started_at=started_at,
         timings=timings,
         images=images,
-        attempt=attempt,
     )
+    return Finished(result=result, trajectory=trajectory, attempt=attempt)
 
 
 def _take(attempt: ProxyAttempt, result: bytes) -> None:
-    """Takes a worker's result; the attempt's record says what is wrong with a bad one."""
     with suppress(InputError, ConflictError):
         take_result(attempt, result)
 
@@ -374,7 +347,6 @@ def _withdraw_bug(failure: Failure) -> None:
 
 
 def _hook_events(attempt: ProxyAttempt, calls: list[Call]) -> list[HookEvent]:
-    """Returns what hooks changed and refused; events of calls name their call."""
     of_calls = [
         msgspec.structs.replace(event, call=call.index) for call in calls for event in call.hooks
     ]
@@ -412,8 +384,7 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 def _built(
     attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
 ) -> tuple[list[Sequence], list[Timing], dict[str, bytes]]:
-    """Builds training rows, times and the images of the rows; tens of milliseconds for hundreds of
-    long calls."""
+    """Takes tens of milliseconds for hundreds of long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
     shown = {image.sha256 for row in sequences for image in row.images}
@@ -431,9 +402,9 @@ def _is_short(calls: list[Call]) -> bool:
 def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str | None:
     """Returns the limit that ended the attempt; None if the agent ended by itself.
 
-    Code of the model can reach its worker if `isolation` is "sandboxed". If it posted no result or
-    a malformed one, or if the agent failed after it asked the proxy for more than it may, or for
-    what the engine refuses, that is a "crash".
+    Code of the model can reach a sandboxed worker: it is a "crash" if that posted no result or a
+    malformed one, or if its agent failed after it asked the proxy for more than it may, or for what
+    the engine refuses.
     """
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
@@ -510,7 +481,6 @@ def as_error(failure: Failure) -> RolloutError:
 
 
 def counted_calls(calls: list[Call], spec: AttemptSpec) -> list[Call]:
-    """Returns the calls of the trained agents, or all calls if no agent is trained."""
     if spec.agents and not any(route.trained for route in spec.agents.values()):
         return calls
     return [call for call in calls if call.trained]

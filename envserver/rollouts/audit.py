@@ -31,11 +31,9 @@ _PROBE_TEMPERATURE: Final = 2.0
 _PROBE_CONTEXT: Final = 64
 _PROBE_TOKENS: Final = 32
 _PROBE_DIFFERENCE: Final = 0.2
-"""Separates raw from processed logprobs: rounding errors are far smaller.
-
-At the highest temperature that vLLM accepts, the logprobs of 32 tokens differ by nats from the raw
-ones, even for a model that was certain at first.
-"""
+"""Separates raw from processed logprobs. Rounding errors are far smaller, and at the highest
+temperature that vLLM accepts the logprobs of 32 tokens differ by nats from the raw ones, even for a
+model that was certain at first."""
 
 
 _TIMEOUT_SECONDS: Final = 600.0
@@ -67,8 +65,7 @@ class Rescorer:
 
     async def score(self, tokens: Tokens, images: Sequence[RowImage] = ()) -> Logprobs:
         """Returns float32[T]: the logprob of each token given those before it; 0 for the first.
-        `images`: those among `tokens`. Their tokens' own logprobs mean nothing.
-        """
+        `images`: those among `tokens`. Their tokens' own logprobs mean nothing."""
         if images:
             return await self._score_with(tokens, images)
         choice = await self._complete(tokens, max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -78,7 +75,7 @@ class Rescorer:
         return _prompt_logprobs(choice, tokens)
 
     async def _score_with(self, tokens: Tokens, images: Sequence[RowImage]) -> Logprobs:
-        """Scores a row with images. `/v1/completions` would ignore them without an error."""
+        """`/v1/completions` would ignore images without an error."""
         ranges = [(one.offset, one.length) for one in images]
         token = _placeholder(tokens, images[0])
         urls = [url_from(one.data) for one in images]
@@ -95,10 +92,8 @@ class Rescorer:
         return _prompt_logprobs(answer, tokens)
 
     async def takes(self, length: int) -> bool:
-        """Returns whether the engine accepts a prompt of `length` tokens.
-
-        If so, it refused a row because of its token ids.
-        """
+        """Returns whether the engine accepts so long a prompt; if so, it refused a row because of
+        its token ids."""
         try:
             await self.score(np.zeros(length, np.int32))
         except EngineRefused:
@@ -106,10 +101,8 @@ class Rescorer:
         return True
 
     async def is_raw(self, context: Tokens) -> bool:
-        """Returns whether sampled logprobs are raw (before the temperature), as those of `score`.
-
-        Determined once, by sampling after `context`.
-        """
+        """Returns whether sampled logprobs are raw (before the temperature), as those of `score`;
+        determined once, by sampling after `context`."""
         async with self._lock:
             if self._raw is None:
                 self._raw = await self._probe(context)
@@ -214,9 +207,6 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
         versions: int32[T], -1 for context or unknown; the group's if tokens have none.
         flags: of the sequence, or of its trajectory if only those are known.
         altered: it was sampled with a temperature other than 1 or with top_p.
-        number: index of the row in its group, from 0.
-        line: line of its file, from 1.
-        images: those among the tokens, with their bytes.
     """
 
     tokens: Tokens
@@ -233,13 +223,13 @@ class AuditedRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained(self) -> NDArray[np.intp]:
-        """Returns the positions of the trained tokens that have a token before them."""
+        """The positions of the trained tokens that have a token before them."""
         places = np.flatnonzero(self.mask)
         return places[places > 0]
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest difference of a row: its `position` and `token`."""
+    """The largest difference of a row."""
 
     group_id: str
     rollout_id: str
@@ -261,11 +251,9 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def differences(self) -> NDArray[np.float64]:
-        """Returns the engine's current logprobs minus the recorded ones."""
         return self.again - self.recorded
 
     def worst(self) -> Difference:
-        """Returns the token whose logprobs differ most."""
         at = int(np.abs(self.differences).argmax())
         position = int(self.row.trained[at])
         return Difference(
@@ -321,7 +309,6 @@ class Totals(msgspec.Struct):
         return over == 0
 
     def facts(self) -> dict[str, Any]:
-        """Returns counts and means; a mean over no token is None."""
         count = self.tokens
         return {
             "rows": self.rows,
@@ -363,13 +350,11 @@ def rows_of(trajectory: Trajectory, held: dict[str, bytes]) -> Iterator[AuditedR
 
 
 def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
-    """Whether flags or settings say that temperature or top_p changed the sampled distribution."""
     params = [generation_params.get(name) for name in ("temperature", "top_p")]
     return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
 
 
 def are_plain(spans: Iterable[SamplingSpan]) -> bool:
-    """Whether all tokens were sampled from the model's own distribution."""
     return all(span.is_plain for span in spans)
 
 
@@ -409,10 +394,7 @@ async def audit_row(rescorer: Rescorer, row: AuditedRow) -> AuditResult:
 
 
 def share_of(seed: int, key: str) -> float:
-    """Returns a number in [0, 1) that depends only on `key` and `seed`, spread evenly.
-
-    A fraction f of all keys has a number below f.
-    """
+    """Returns a number in [0, 1), spread evenly, that depends only on `key` and `seed`."""
     digest = hashlib.blake2b(f"{seed}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
@@ -432,7 +414,6 @@ class Auditor:
     Whether a rollout is audited depends on its id alone.
 
     Args:
-        fraction: share of the rollouts, in [0, 1].
         tolerance: largest |difference| of a logprob that counts as rounding.
         version: returns the policy version that the engine serves, -1 if versions are not counted.
         gate: pauses calls during weight updates; audits wait there, too.
@@ -488,7 +469,6 @@ class Auditor:
         return True
 
     def report(self) -> dict[str, Any]:
-        """Returns the findings so far, JSON-like."""
         return {
             "fraction": self.fraction,
             "rollouts": self._rollouts,

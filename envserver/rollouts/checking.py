@@ -1,6 +1,6 @@
-"""Checks whether an environment's tasks are sound and its rewards are as expected.
+"""Checks whether an environment's tasks are sound: results of known reward go through the real
+scorer.
 
-Every result whose reward is known (the author's own, and absurd ones) goes through the real scorer.
 A scorer that fails is wrong, too, because the rollout would be lost, except for results that no
 agent produces. `running.checking` runs the rollouts.
 """
@@ -75,12 +75,8 @@ class Scorer(Protocol):
 
 
 class Plays(msgspec.Struct, frozen=True):
-    """What playing the tasks through the rollout showed.
-
-    Args:
-        problems: as in EnvironmentReport.
-        right: outputs of demonstrations that solved their tasks, by the ids of these.
-    """
+    """What playing the tasks through the rollout showed. `right`: outputs of demonstrations that
+    solved their tasks, by the ids of these."""
 
     plays: list[Played] = []
     problems: list[str] = []
@@ -92,13 +88,11 @@ async def _nothing_played(tasks: list[Task]) -> Plays:
 
 
 class RowsToCheck(msgspec.Struct, frozen=True):
-    """What to check beyond the first tasks.
+    """What to check beyond the first tasks: the `row_results` of the first `most` rows.
 
     Args:
-        most: number of rows whose `row_results` are scored, from the first.
         evaluation: an evaluation set, whose questions should not be among the rows.
-        tokens: number of tokens of a text.
-        tokenizer: name of what counts them; "": they are an estimate.
+        tokens: number of tokens of a text; `tokenizer`: what counts them, "" for an estimate.
         limits: on the tokens of a prompt and of a row, by the setting's name.
     """
 
@@ -121,13 +115,8 @@ async def check(
     play: Callable[[list[Task]], Awaitable[Plays]] = _nothing_played,
     progress: Progress = lambda done, of: None,
 ) -> EnvironmentReport:
-    """Checks the first tasks of the environment's split.
-
-    Args:
-        make_environment: a fresh instance, ready for `tasks`.
-        most_tasks: number of tasks with all known results.
-        play: plays the tasks; default: nothing is played.
-    """
+    """Checks the first `most_tasks` tasks of the split of an environment, of which
+    `make_environment` returns a fresh instance. `play`: default: nothing is played."""
     environment = make_environment()
     counts, origins = watched_rows(environment)
     rules = rules_of_rewards(environment)
@@ -142,7 +131,7 @@ async def check(
     tasks = tasks[:most_tasks]
     for task in tasks:
         problems += task_problems(task)
-    kinds = _Kinds()
+    kinds: dict[tuple[str, float, float], Kind] = {}
     without_gold: list[str] = []
     played = await play(tasks)
     problems += played.problems
@@ -152,10 +141,8 @@ async def check(
     checks_rows = environment.checks_rows and not scorer.needs_token_ids
     scored = all_rows[: rows.most] if checks_rows else []
     of, done = len(cases) + len(scored), 0
-    async for case, verdict in in_order(
-        cases, lambda case: _verdict(scorer, *case, rules), _AT_A_TIME
-    ):
-        kinds.add(case[1], verdict)
+    async for _, score in in_order(cases, lambda case: _scored(scorer, *case, rules), _AT_A_TIME):
+        _count(kinds, score)
         done += 1
         progress(done, of)
     problems += await _changed_scores(scorer, cases, rules)
@@ -163,7 +150,10 @@ async def check(
     parts = [scored[start : start + _ROWS_AT_A_TIME] for start in starts]
     async for part, scores in in_order(parts, lambda part: _row_scores(scorer, part), _AT_A_TIME):
         for one in scores:
-            kinds.add(*_row_verdict(one, origins))
+            why = one.why if one.raised else f"It is not scorable: {one.why}."
+            place = origins[one.task_id].place if one.task_id in origins else ""
+            named = msgspec.structs.replace(one, name=f"{_EVERY_ROW}{one.name}", why=why)
+            _count(kinds, named, place)
         done += len(part)
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
@@ -172,7 +162,7 @@ async def check(
         split=environment.config.split,
         tasks=len(tasks),
         whole=whole,
-        kinds=[*kinds.by_key.values()],
+        kinds=[*kinds.values()],
         without_gold=without_gold,
         problems=problems,
         plays=played.plays,
@@ -220,7 +210,6 @@ def _data_report(
 
 
 async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
-    """Scores the `row_results` of some tasks; of each by itself where a scorer dies of them."""
     try:
         return await scorer.score_rows(tasks)
     except SCORING_FAILURES as error:
@@ -230,25 +219,6 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
         return [RowScore(tasks[0].id, "gold", 1.0, 1.0, None, why, raised=True)]
 
 
-def _row_verdict(one: RowScore, origins: Mapping[str, Origin]) -> tuple[KnownResult, Wrong | float]:
-    known = KnownResult(f"{_EVERY_ROW}{one.name}", Result(), one.least, one.most)
-    place = origins[one.task_id].place if one.task_id in origins else ""
-    if one.raised:
-        wrong = Wrong(task_id=one.task_id, reward=None, error=one.why, place=place, raised=True)
-        return known, wrong
-    return known, _judged(known, one.task_id, one.reward, f"It is not scorable: {one.why}.", place)
-
-
-def _judged(
-    known: KnownResult, task_id: str, reward: float | None, unscorable: str, place: str = ""
-) -> Wrong | float:
-    if reward is None:
-        return Wrong(task_id=task_id, reward=None, error=unscorable, place=place)
-    if known.least - _TOLERANCE <= reward <= known.most + _TOLERANCE:
-        return reward
-    return Wrong(task_id=task_id, reward=reward, place=place)
-
-
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
     bounds = range_of(environment)
     low, high = (one if math.isfinite(one) else None for one in (bounds.low, bounds.high))
@@ -256,7 +226,6 @@ def _shown_range(environment: Environment) -> tuple[float | None, float | None, 
 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
-    """Yields the differences between two listings of the same tasks."""
     if len(tasks) != len(again):
         yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
     changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
@@ -265,14 +234,13 @@ def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
 
 
 def same_ids(tasks: list[Task]) -> Iterator[str]:
-    """Yields which ids several tasks have."""
     count = Counter(task.id for task in tasks)
     if twice := [name for name, times in count.items() if times > 1]:
         yield f"Several tasks have the same id: {_named(twice)}."
 
 
 def differences_in_the_scorer(tasks: list[Task], digests: list[str]) -> Iterator[str]:
-    """Yields the differences from a listing in another process, which has its own order of sets."""
+    """The other process has its own order of sets."""
     changed = [
         task.id for task, digest in zip(tasks, digests, strict=False) if digest_of(task) != digest
     ]
@@ -284,7 +252,6 @@ def differences_in_the_scorer(tasks: list[Task], digests: list[str]) -> Iterator
 
 
 def secrets_of(task: Task) -> list[str]:
-    """Returns the hidden texts that are too long to stand somewhere by chance."""
     texts = sorted({text.strip() for text in strings_in(task.hidden)}, key=len)
     return [text for text in texts if len(text) >= SHORTEST_SECRET]
 
@@ -336,37 +303,31 @@ def _cases(
 async def _changed_scores(
     scorer: Scorer, cases: list[tuple[Task, KnownResult]], rules: RewardRules
 ) -> list[str]:
-    """Scores some right results once more and returns whose rewards change."""
     nothing = max(rules.range.worst, 0.0)
     right = [case for case in cases if case[1].least > nothing][:_SCORED_AGAIN]
     problems = []
     for task, known in right:
-        rewards = [await _verdict(scorer, task, known, rules) for _ in range(2)]
-        if rewards[0] != rewards[1]:
-            shown = " and then ".join(_shown(one) for one in rewards)
+        scores = [await _scored(scorer, task, known, rules) for _ in range(2)]
+        if scores[0] != scores[1]:
+            shown = " and then ".join(map(_shown, scores))
             problems.append(f"Scored twice, {known.name} of task {task.id!r} gets {shown}.")
     return problems
 
 
-def _shown(verdict: Wrong | float) -> str:
-    if not isinstance(verdict, Wrong):
-        return f"{verdict:g}"
-    return verdict.error if verdict.reward is None else f"{verdict.reward:g}"
+def _shown(score: RowScore) -> str:
+    return score.why if score.reward is None else f"{score.reward:g}"
 
 
-async def _verdict(
-    scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules
-) -> Wrong | float:
+async def _scored(scorer: Scorer, task: Task, known: KnownResult, rules: RewardRules) -> RowScore:
+    reward, why, raised = None, "It is not scorable.", False
     try:
-        score = await _score(scorer, task, known.result)
+        reward = delivered_score(await _score(scorer, task, known.result), rules).reward
     except SCORING_FAILURES as error:
-        return Wrong(task_id=task.id, reward=None, error=f"{_cause(error)}: {error}", raised=True)
-    reward = delivered_score(score, rules).reward
-    return _judged(known, task.id, reward, "It is not scorable.")
+        why, raised = f"{_cause(error)}: {error}", True
+    return RowScore(task.id, known.name, known.least, known.most, reward, why, raised)
 
 
 async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
-    """Scores as for rollouts: a scorer that failed is asked once more."""
     if scorer.needs_token_ids:
         ids = await asyncio.to_thread(_simulated_ids, result)
         result = msgspec.structs.replace(result, completion_ids=ids)
@@ -377,7 +338,6 @@ async def _score(scorer: Scorer, task: Task, result: Result) -> Score:
 
 
 def _simulated_ids(result: Result) -> list[int]:
-    """Returns the tokens of the answer, as the simulated engine would sample them."""
     from envserver_local.simulated.tokenizer import shared_tokenizer
 
     tokenizer = shared_tokenizer()
@@ -389,27 +349,25 @@ def _cause(error: EnvserverError) -> str:
     return str(error.detail.get("cause", error.kind))
 
 
-class _Kinds:
-    """Counts verdicts by the name and the expectation of a result."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[tuple[str, float, float], Kind] = {}
-
-    def add(self, known: KnownResult, verdict: Wrong | float) -> None:
-        name, least, most = key = known.name, known.least, known.most
-        kind = self.by_key.setdefault(
-            key, Kind(name=name, expected_least=least, expected_most=most)
+def _count(kinds: dict[tuple[str, float, float], Kind], score: RowScore, place: str = "") -> None:
+    """Counts a score by the name and the expectation of its result."""
+    name, least, most, reward = score.name, score.least, score.most, score.reward
+    kind = kinds.setdefault(
+        (name, least, most), Kind(name=name, expected_least=least, expected_most=most)
+    )
+    kind.count += 1
+    if score.raised and name in MAY_RAISE:
+        kind.raised += 1
+    elif reward is None or not least - _TOLERANCE <= reward <= most + _TOLERANCE:
+        error = score.why if reward is None else ""
+        kind.wrong.append(
+            Wrong(
+                task_id=score.task_id, reward=reward, error=error, raised=score.raised, place=place
+            )
         )
-        kind.count += 1
-        reward = verdict.reward if isinstance(verdict, Wrong) else verdict
-        if isinstance(verdict, Wrong):
-            if verdict.raised and name in MAY_RAISE:
-                kind.raised += 1
-            else:
-                kind.wrong.append(verdict)
-        if reward is not None:
-            kind.least = reward if kind.least is None else min(kind.least, reward)
-            kind.most = reward if kind.most is None else max(kind.most, reward)
+    if reward is not None:
+        kind.least = reward if kind.least is None else min(kind.least, reward)
+        kind.most = reward if kind.most is None else max(kind.most, reward)
 
 
 def _named(ids: list[Any]) -> str:

@@ -27,12 +27,8 @@ class ScoringSpent(msgspec.Struct):
 
 
 class RolloutPrices(msgspec.Struct, frozen=True, kw_only=True):
-    """The prices of a run, all in one currency.
-
-    Args:
-        agents: of each agent whose model has prices; "" for a single agent.
-        judge: of the judge's model.
-    """
+    """The prices of a run, all in one currency: of each agent whose model has prices ("": the only
+    agent), and of the judge."""
 
     agents: dict[str, Prices] = {}
     judge: Prices | None = None
@@ -60,7 +56,6 @@ def with_scoring(
 
 
 def cost_of(calls: list[Call], judge: JudgeUsage | None, prices: RolloutPrices) -> Cost | None:
-    """Returns the cost of `calls` and of the judge's answers, as far as prices are known."""
     models = {
         agent: known.cost(*tokens_of(call for call in calls if (call.agent or "") == agent))
         for agent, known in prices.agents.items()

@@ -1,8 +1,7 @@
 """Episodes: rollouts whose model is an external client, one turn after the other.
 
-Agent, services, sandboxes, limits and scorers are those of any rollout, so every environment can be
-used, and the client sees what a model would see. An episode that is closed or fails frees all that
-it held. A failure that is not the client's is raised, and never a reward.
+An episode that is closed or fails frees all that it held. A failure that is not the client's is
+raised, and never a reward.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from .ordered import TaskIndex
 from .scoring import score_once
 
 LONGEST_SECONDS: Final = 3600.0
-"""Seconds that an episode may take at least, whatever the environment's `worker_timeout`: the
-model that is an external client is not sampled here."""
+"""Seconds that an episode may take at least, whatever the environment's `worker_timeout`."""
 _SEEDED_TASKS: Final = 1000
 """A seed chooses among the first so many tasks of a split."""
 
@@ -55,7 +53,6 @@ class Outcome(msgspec.Struct, frozen=True):
         reward: of the main agent.
         rewards: by agent, if the environment declares agents.
         turns: rewards of single turns, which `reward` includes.
-        components: named parts of the reward.
         limit: the limit that ended it; None: the agent ended by itself.
     """
 
@@ -67,8 +64,6 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Request:
-    """A request to the model that waits for its answer."""
-
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -105,7 +100,6 @@ class Episode:
             await self._changed.wait()
 
     def answer(self, message: Message) -> None:
-        """Answers the request that `next` returned last."""
         request, self._latest = self._latest, None
         if request is None:
             raise ConflictError("Nothing was asked of the model.")
@@ -113,7 +107,6 @@ class Episode:
             request.answer.set_result(message)
 
     async def close(self) -> None:
-        """Ends the rollout, if it still runs."""
         self.work.cancel()
         await asyncio.wait({self.work})
 
@@ -121,14 +114,11 @@ class Episode:
         context, rollout_id = self._context, f"{self.id}-r0"
         with self._engine.played_by(rollout_id, self._ask):
             async with context.slots:
-                finished = await run_attempt(
-                    _played(attempt_spec(context, self._task, rollout_id, 1), self._agent),
-                    proxy=context.proxy,
-                    proxy_url=context.proxy_url,
-                    pool=context.pool,
-                    actions=context.actions,
-                    staleness=StalenessMonitor(None),
+                spec = attempt_spec(context, self._task, rollout_id, 1)
+                unwatched = msgspec.structs.replace(
+                    context, staleness=StalenessMonitor(None), keep_calls=False
                 )
+                finished = await run_attempt(unwatched, _played(spec, self._agent))
         score = await score_once(context.scorer, self._task, finished.result)
         score = context.scorer.delivered(score)
         reward = score.of_agent(next(iter(context.agents), None))
@@ -155,14 +145,8 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of a server; an async context manager that closes them at its end.
-
-    Args:
-        parts: what runs the rollouts of each environment.
-        engine: the one behind each part's proxy.
-        index: returns the tasks of an environment.
-        most: maximum number of episodes in progress; each takes the place of a rollout.
-    """
+    """The episodes of a server, `most` at a time (each takes the place of a rollout); an async
+    context manager that closes them at its end. `engine`: the one behind each part's proxy."""
 
     def __init__(
         self,
@@ -245,27 +229,20 @@ class Episodes:
         if task_id is not None:
             return (await index.find(split, [task_id]))[0]
         if seed is not None:
-            first = await index.after(split, 0, _SEEDED_TASKS)
-            if not first:
-                raise _empty(name, split)
-            return first[seed % len(first)]
-        number = self._next[name, split]
-        self._next[name, split] += 1
-        found = await index.after(split, number, 1)
-        if not found:  # from the beginning again
-            self._next[name, split] = 1
-            found = await index.after(split, 0, 1)
+            found = await index.after(split, 0, _SEEDED_TASKS)
+        else:
+            number = self._next[name, split]
+            self._next[name, split] += 1
+            found = await index.after(split, number, 1)
+            if not found:  # from the beginning again
+                self._next[name, split] = 1
+                found = await index.after(split, 0, 1)
         if not found:
-            raise _empty(name, split)
-        return found[0]
-
-
-def _empty(name: str, split: str) -> InputError:
-    return InputError(f"The split {split!r} of {name!r} has no tasks.")
+            raise InputError(f"The split {split!r} of {name!r} has no tasks.")
+        return found[(seed or 0) % len(found)]
 
 
 def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
-    """Returns `spec` with the agents that clients act as, and time for them to think."""
 
     def is_played(name: str, route: AgentRoute) -> bool:
         if agent is not None:

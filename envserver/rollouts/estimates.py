@@ -1,22 +1,16 @@
-"""Estimates how often the current policy solves a task. Pure.
+"""Estimates how often the current policy solves a task: a discounted Beta posterior. Pure.
 
-In: for each group that was scored as a whole, the rewards of its rollouts and the policy version
-that sampled them. Out: a discounted Beta posterior. With the rewards r_i as shares in [0, 1] of
-the way from the lowest reward to that of a solved task (`RewardRange.share`), of policy versions
-v_i, V the last of these, and a discount g in (0, 1] for each version:
+With the rewards r_i as shares in [0, 1] of the way from the lowest reward to that of a solved task
+(`RewardRange.share`), of policy versions v_i, V the last of these, and a discount g in (0, 1] for
+each version:
 
     weight = sum g^(V - v_i)        solved = sum r_i g^(V - v_i)
     success = (solved + 1) / (weight + 2)
 
-so that results of old policies count less and less, and a task with little current evidence is near
-1/2, like one that was never tried. If versions are unknown (-1), the policy is assumed not to
-change. What always holds: groups of known versions may come in any order, the estimate is the same;
-rollouts without a score never count.
-
-Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose arms
-change ("Taming non-stationary bandits: a Bayesian approach", arXiv:1707.09727, 2017): there for
-each round, here for each version of the policy. A reward between 0 and 1 counts as a partial
-success.
+so that a task with little current evidence is near 1/2, like one that was never tried. If versions
+are unknown (-1), the policy is assumed not to change. Groups of known versions may come in any
+order. Discounting the counts of a Beta posterior is what V. Raj and S. Kalyani do for bandits whose
+arms change (arXiv:1707.09727, 2017): there for each round, here for each version of the policy.
 """
 
 from __future__ import annotations
@@ -38,13 +32,8 @@ _LEAST_WEIGHT: Final = 1e-300
 
 
 class Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one group for its task.
-
-    Args:
-        attempts: number of its rollouts with a reward, at least one.
-        rewards: sum of these rewards, each as a share in [0, 1].
-        policy_version: the lowest that sampled any of it, -1 if unknown.
-    """
+    """The result of one group for its task: `rewards` is the sum over `attempts` rollouts, each as
+    a share in [0, 1]; `policy_version`: the lowest that sampled any of it, -1 if unknown."""
 
     group_id: str
     env: str
@@ -56,13 +45,8 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """The estimate of one task, as of `policy_version`.
-
-    Args:
-        attempts: number of rollouts ever counted.
-        weight, solved: see the module.
-        policy_version: the last that tried it, -1 if unknown.
-    """
+    """The estimate of one task, as of `policy_version`, the last that tried it (-1: unknown), from
+    `attempts` counted rollouts. `weight`, `solved`: see the module."""
 
     attempts: int = 0
     weight: float = 0.0
@@ -71,17 +55,17 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def success(self) -> float:
-        """Returns the posterior mean, in (0, 1): the chance that the next rollout solves it."""
+        """The posterior mean, in (0, 1): the chance that the next rollout solves it."""
         return (self.solved + 1.0) / (self.weight + 2.0)
 
     @property
     def mean_reward(self) -> float | None:
-        """Returns the mean reward, weighted to later versions; None if the weight is too small."""
+        """The mean reward, weighted to later versions; None if the weight is too small."""
         return self.solved / self.weight if self.weight > _LEAST_WEIGHT else None
 
     @property
     def variance(self) -> float:
-        """Returns the variance of the posterior, in (0, 1/12]: the uncertainty."""
+        """The variance of the posterior, in (0, 1/12]."""
         return self.success * (1.0 - self.success) / (self.weight + 3.0)
 
 
@@ -89,7 +73,6 @@ UNTRIED: Final = Estimate()
 
 
 def scored_of(group: Group) -> Scored | None:
-    """Returns the result of `group` for its task; None if no rollout has a reward."""
     rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
     return scored(
         group.group_id,
@@ -113,9 +96,7 @@ def scored(
     reward_range: RewardRange = UNIT_RANGE,
 ) -> Scored | None:
     """Returns the result of these rewards, as shares of `reward_range` in [0, 1]; NaN is left out.
-
-    None: there are no rewards, or the task's name cannot be stored.
-    """
+    None: there are no rewards, or the task's name cannot be stored."""
     rewards = [reward for reward in rewards if not math.isnan(reward)]
     if not rewards or not task_id or len(task_id) > LONGEST_TASK_ID or "\x00" in task_id:
         return None

@@ -41,13 +41,10 @@ class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout has a score. Seconds are wall clock. `scorable`: whether the score has a reward,
-    which `score_group` may still change: rewards are shown from delivered groups only.
-
-    `flags` say what is odd about its tokens, see `tokens.flags`; `limit`: what ended it, None when
-    its agent did; `untrained`: tokens that flags mask or drop; `usage`: with its scoring and
-    its cost, without its share of `score_group`.
-    """
+    """One rollout has a score. `scorable`: the score has a reward, which `score_group` may still
+    change: rewards are shown from delivered groups only. `seconds`: wall clock. `limit`: what ended
+    it, None when its agent did. `usage`: with its scoring and cost, without its share of
+    `score_group`."""
 
     group_id: str
     rollout_id: str
@@ -63,13 +60,9 @@ class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
-    """A group was not delivered.
+    """A group was not delivered; the fields of `policy.Drop`.
 
-    Args:
-        reason: zero_variance, incomplete, unscorable, too_long, stale or untrained.
-        failed: whether that counts as a failure (a filtered group does not).
-        scored: its result for the curriculum; None if too few rollouts were scored.
-        alike: see `policy.alike`; known of groups that were dropped for zero variance.
+    `reason`: zero_variance, incomplete, unscorable, too_long, stale or untrained.
     """
 
     group_id: str
@@ -81,6 +74,20 @@ class GroupDropped(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     scored: Scored | None = None
     alike: tuple[Alike, ...] = ()
+
+
+def dropped(request: GroupRequest, drop: Drop) -> GroupDropped:
+    return GroupDropped(
+        group_id=request.group_id,
+        index=request.index,
+        task_id=request.task.id,
+        reason=drop.reason,
+        failed=drop.failed,
+        message=drop.message,
+        at=time.time(),
+        scored=drop.scored,
+        alike=drop.alike,
+    )
 
 
 class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +105,8 @@ class Observer(Protocol):
     def __call__(self, event: Event) -> None: ...
 
 
-class GroupSink(Protocol):
-    """Receives finished groups."""
+class OrderSink(Protocol):
+    """Stores finished groups."""
 
     async def put(self, group: Group) -> None:
         """Returns when `group` is durable; the same `group_id` twice is stored once."""
@@ -107,6 +114,8 @@ class GroupSink(Protocol):
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns the ids of groups that need not be made again."""
 
+
+class GroupSink(OrderSink, Protocol):
     async def wait_for_capacity(self) -> None:
         """Waits until another group may start."""
 
@@ -132,7 +141,6 @@ def without_hidden(text: str, hidden: dict[str, Any]) -> str:
 
 
 def _values(value: Any) -> Iterator[str]:
-    """Yields the strings and numbers of a JSON-like value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, bytes):
@@ -148,7 +156,6 @@ def _values(value: Any) -> Iterator[str]:
 
 
 def _written(value: str) -> Iterator[str]:
-    """Yields the ways in which a message may hold a value."""
     lines = [line.strip() for line in value.splitlines()] if "\n" in value else []
     for shortest, part in [(_SHORTEST, value), *((_SHORTEST_LINE, line) for line in lines)]:
         if len(part) >= shortest:
@@ -165,8 +172,8 @@ _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 class GroupFailures:
     """The failed attempts of one group, reported to the observer and kept for the group's record.
 
-    `lost`: number of rollouts lost for good, by kind of their last failure. `scored`: number of
-    scored rollouts. `bug`: why the group is dropped, if a bug ended it before any was scored.
+    `lost`: number of rollouts lost for good, by kind of their last failure. `bug`: why the group is
+    dropped, if a bug ended it before any rollout was scored.
     """
 
     def __init__(self, observer: Observer, request: GroupRequest) -> None:
@@ -191,7 +198,6 @@ class GroupFailures:
         return self._failed[number][-MOST_ATTEMPTS:]
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
-        """Notes that an attempt of rollout `number` failed; `final`: it is not retried."""
         knows_hidden = isinstance(error, _SAW_HIDDEN)
         failure = _safe(error.failure(), self._request.task.hidden if knows_hidden else {})
         self.seen.append(failure)
@@ -225,7 +231,6 @@ class GroupFailures:
 
 
 def _safe(failure: Failure, hidden: dict[str, Any]) -> Failure:
-    """Returns a failure without secrets and without the values of `hidden`."""
 
     def safe(text: str) -> str:
         return redacted(without_hidden(text, hidden))
@@ -242,7 +247,6 @@ def rollout_id_of(request: GroupRequest, number: int) -> str:
 
 
 def straggler(seconds: float) -> Straggler:
-    """Returns the failure of a rollout that was not done when its group was so old."""
     return Straggler(
         f"The rollout was cancelled when its group was {seconds:.1f} s old.",
         hint="See rollouts.group_timeout_seconds and rollouts.straggler_grace_seconds.",
@@ -250,15 +254,9 @@ def straggler(seconds: float) -> Straggler:
 
 
 class RunningRollout(msgspec.Struct):
-    """An attempt at a rollout, in progress.
-
-    Args:
-        rollout: its number in the group.
-        attempt: from 1; 0 while it waits for a place.
-        since: when it began to wait, later when its agent began; seconds since 1970.
-        turns, tokens: sampled so far.
-        worker: process id of its worker; None while it has none.
-    """
+    """An attempt at rollout number `rollout` of a group, in progress. `attempt`: from 1; 0 while it
+    waits for a place. `since`: when it began to wait, later when its agent began. `worker`: process
+    id."""
 
     environment: str
     group_id: str

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
 from envserver_records.errors import Failure, RolloutError
 from envserver_records.records import Group, Score, Task, Trajectory, sealed
-from envserver_records.timings import FailedAttempt
 from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
@@ -49,7 +50,6 @@ from .policy import (
     Drop,
     GroupRules,
     Tries,
-    Untrained,
     UntrainedCeiling,
     blames_model,
     group_seconds_left,
@@ -64,7 +64,7 @@ from .policy import (
 )
 from .provenance import bounded_public, kept_config, provenance_of, rendering_of
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool, score_once, scores_groups
-from .stream import GroupRequest
+from .stream import GroupRequest, request_for
 
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""
@@ -74,20 +74,14 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     """The parts that running groups needs; shared by all groups of a run.
 
     Args:
-        env_reference: reference by which a worker finds the environment.
-        proxy_url: address of the proxy for workers.
+        proxy_url: address of the proxy for workers, without a trailing slash.
         agents: route of each agent, in a multi-agent rollout.
-        actions: what to do about each flag of a call or a trajectory.
-        keep_calls: store every call with the sequences of a trajectory.
         need_exact: deliver only trajectories with exact tokens.
-        drop_zero_variance: drop groups whose rewards are all equal.
         slots: one per rollout in flight.
         made_with: the provenance that all groups share (`provenance.made_with`).
-        prices: what tokens cost, for the record of each rollout.
         ceiling: judges how many tokens flags keep from training.
         demonstrator: None if solutions are not needed.
         harness: the external agent; None: the environment's `rollout`.
-        running: the rollouts of groups that are in progress.
     """
 
     environment: Environment
@@ -126,29 +120,19 @@ class RolloutContext(msgspec.Struct, kw_only=True):
         self.staleness.publish(version)
 
 
-class ScoredRollout(msgspec.Struct):
-    """A scored rollout of a group. `failed`: its attempts before this one."""
-
-    attempt: int
-    finished: Finished
-    score: Score
-    untrained: Untrained = Untrained()
-    failed: list[FailedAttempt] = []
-    spent: ScoringSpent = msgspec.field(default_factory=ScoringSpent)
-
-
 async def make_group(
     context: RolloutContext, request: GroupRequest, rules: GroupRules | None = None
 ) -> Group | Drop:
-    """Runs all rollouts of `request` and scores them.
+    """Runs all rollouts of `request` and scores them; returns the group, or why it is not
+    delivered.
 
-    Args:
-        rules: rules for the group; unset: the environment's.
-
-    Returns:
-        The group, or why it is not delivered. A group stops early once it cannot be delivered.
+    A group stops early once it cannot be delivered. `rules`: default: the environment's.
     """
-    rules = rules or _rules(context)
+    rules = rules or rules_of(
+        context.rollouts,
+        context.environment.config,
+        drop_zero_variance=context.drop_zero_variance,
+    )
     failures = GroupFailures(context.observer, request)
     rollouts = await _rollouts(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
@@ -161,7 +145,7 @@ async def make_group(
         message = without_hidden(bug or str(error), request.task.hidden)
         return Drop("unscorable", message, True, bug=bug is not None)
     trajectories = {
-        number: trajectory_of(context, request, number, rollout, score)
+        number: trajectory_of(context, rollout, score)
         for (number, rollout), score in zip(rollouts.items(), scores, strict=True)
     }
     shown = await context.proxy.services.shown(request.group_id)
@@ -175,27 +159,16 @@ async def make_group(
     return made
 
 
-def _rules(context: RolloutContext) -> GroupRules:
-    config = context.environment.config
-    return rules_of(
-        context.rollouts,
-        size=config.group_size,
-        drop_zero_variance=context.drop_zero_variance,
-        max_token_length=config.max_token_length,
-    )
-
-
 async def _rollouts(
     context: RolloutContext, request: GroupRequest, rules: GroupRules, failures: GroupFailures
-) -> dict[int, ScoredRollout]:
-    """Returns the scored rollouts by number; `failures` holds the reasons for the others."""
+) -> dict[int, Finished]:
     started = time.monotonic()
     tasks = {
         asyncio.create_task(_rollout(context, request, number, failures)): number
         for number in range(rules.size)
     }
     pending = set(tasks)
-    rollouts: dict[int, ScoredRollout] = {}
+    rollouts: dict[int, Finished] = {}
     enough_at: float | None = None
     try:
         while pending and not failures.bug and judge_losses(failures.lost, rules) is None:
@@ -223,7 +196,7 @@ async def _rollouts(
 
 async def _rollout(
     context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
-) -> ScoredRollout | None:
+) -> Finished | None:
     rollout_id = rollout_id_of(request, number)
     bind_contextvars(rollout_id=rollout_id)
     about = {
@@ -232,31 +205,36 @@ async def _rollout(
         "envserver.task_id": request.task.id,
         "envserver.environment": request.env,
     }
-    with root(context.tracer, "task", about):
-        return await _until_scored(context, request, number, failures)
+    with root(context.tracer, "task", about), contextlib.suppress(RolloutError):
+        return await _retried(
+            context,
+            partial(_try_rollout, context, request, number, failures),
+            lambda error, again: failures.add(number, error, final=not again),
+            lambda: failures.scored,
+        )
+    return None
 
 
-async def _until_scored(
-    context: RolloutContext, request: GroupRequest, number: int, failures: GroupFailures
-) -> ScoredRollout | None:
+async def _retried(
+    context: RolloutContext,
+    attempt: Callable[[int], Awaitable[Finished]],
+    failed: Callable[[RolloutError, bool], object],
+    scored: Callable[[], int] = lambda: 0,
+) -> Finished:
+    """Calls `attempt` with the number of deaths so far, until it succeeds or fails for good.
+    `failed`: called with each failure, and whether the rollout is retried; `scored`: see
+    `is_retried`."""
     tries = Tries()
     while True:
         try:
-            with context.running.shown(request, number) as shown:
-                rollout = await _try_rollout(
-                    context, request, number, failures, shown, tries.deaths
-                )
+            return await attempt(tries.deaths)
         except RolloutError as error:
-            failed = error
-        else:
-            failures.scored += 1
-            return rollout
-        tries.add(failed)
-        most = context.rollouts.max_attempts
-        again = is_retried(failed, tries.counted, most, scored=failures.scored)
-        failures.add(number, failed, final=not again)
-        if not again:
-            return None
+            tries.add(error)
+            most = context.rollouts.max_attempts
+            again = is_retried(error, tries.counted, most, scored=scored())
+            failed(error, again)
+            if not again:
+                raise
         await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
 
 
@@ -265,26 +243,26 @@ async def _try_rollout(
     request: GroupRequest,
     number: int,
     failures: GroupFailures,
-    shown: RunningRollout,
     deaths: int,
-) -> ScoredRollout:
+) -> Finished:
     rollout_id = rollout_id_of(request, number)
-    async with context.slots:
-        attempt = failures.next_attempt(number)
-        shown.plays(attempt)
-        finished = await run_once(context, request, rollout_id, attempt, deaths)
-    shown.is_scored()
-    with within(current().child("score", {"envserver.environment": request.env})) as span:
-        spent = ScoringSpent()
-        with finished.attempt.timeline.timed("scoring", "score"):
-            score = await score_once(context.scorer, request.task, finished.result, spent)
-        scorable = context.scorer.delivered(score).reward
-        if scorable is not None and not scores_groups(context.environment):
-            span.note({"envserver.reward": scorable, **evaluation("reward", scorable)})
-    untrained = untrained_of(
-        (call for call in finished.attempt.calls if call.trained),
-        finished.sequences,
-        finished.flags,
+    with context.running.shown(request, number) as shown:
+        async with context.slots:
+            attempt = failures.next_attempt(number)
+            shown.plays(attempt)
+            rollout = await run_once(context, request, rollout_id, attempt, deaths)
+        shown.is_scored()
+        with within(current().child("score", {"envserver.environment": request.env})) as span:
+            await _score(context, request.task, rollout)
+            scorable = context.scorer.delivered(rollout.score).reward
+            if scorable is not None and not scores_groups(context.environment):
+                span.note({"envserver.reward": scorable, **evaluation("reward", scorable)})
+    trajectory, calls = rollout.trajectory, rollout.attempt.calls
+    trajectory.attempts = failures.of(number)
+    rollout.untrained = untrained_of(
+        (call for call in calls if call.trained),
+        trajectory.sequences,
+        trajectory.flags,
         context.actions,
         need_exact=context.need_exact,
     )
@@ -293,17 +271,23 @@ async def _try_rollout(
             group_id=request.group_id,
             rollout_id=rollout_id,
             scorable=scorable is not None,
-            turns=finished.result.turns,
-            completion_tokens=finished.result.completion_tokens,
-            seconds=finished.usage.seconds,
-            flags=finished.flags,
-            prompt_tokens=finished.usage.prompt_tokens,
-            limit=finished.result.limit,
-            untrained=untrained,
-            usage=with_scoring(finished.usage, finished.attempt.calls, spent, context.prices),
+            turns=trajectory.turns,
+            completion_tokens=rollout.result.completion_tokens,
+            seconds=trajectory.usage.seconds,
+            flags=trajectory.flags,
+            prompt_tokens=trajectory.usage.prompt_tokens,
+            limit=trajectory.limit,
+            untrained=rollout.untrained,
+            usage=with_scoring(trajectory.usage, calls, rollout.spent, context.prices),
         )
     )
-    return ScoredRollout(attempt, finished, score, untrained, failures.of(number), spent)
+    failures.scored += 1
+    return rollout
+
+
+async def _score(context: RolloutContext, task: Task, rollout: Finished) -> None:
+    with rollout.attempt.timeline.timed("scoring", "score"):
+        rollout.score = await score_once(context.scorer, task, rollout.result, rollout.spent)
 
 
 async def run_once(
@@ -314,22 +298,16 @@ async def run_once(
         context.demonstrator, context.environment, context.agents, request.task, rollout_id
     ):
         finished = await run_attempt(
+            context,
             attempt_spec(context, request.task, rollout_id, attempt),
-            proxy=context.proxy,
-            proxy_url=context.proxy_url,
-            pool=context.pool,
-            actions=context.actions,
-            staleness=context.staleness,
-            keep_calls=context.keep_calls,
             blames_model=blames_model(context.rollouts, deaths),
         )
     if context.scorer.needs_token_ids:
-        finished.result.completion_ids = trained_ids(finished.sequences)
+        finished.result.completion_ids = trained_ids(finished.trajectory.sequences)
     return finished
 
 
 def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: int) -> AttemptSpec:
-    """Describes an attempt that starts now, for the proxy and the worker."""
     config = context.environment.config
     return AttemptSpec(
         rollout_id=rollout_id,
@@ -353,67 +331,33 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
 
 
 async def _group_scores(
-    context: RolloutContext, task: Task, rollouts: list[ScoredRollout]
+    context: RolloutContext, task: Task, rollouts: list[Finished]
 ) -> list[Score]:
     """Returns the final scores; what scoring the group takes is shared equally by `rollouts`."""
     scores = [rollout.score for rollout in rollouts]
     if not scores_groups(context.environment) or not rollouts:
         return scores
     spent = ScoringSpent()
-    results = [rollout.finished.result for rollout in rollouts]
+    results = [rollout.result for rollout in rollouts]
     with contextlib.ExitStack() as timed:
         for rollout in rollouts:
-            timeline = rollout.finished.attempt.timeline
+            timeline = rollout.attempt.timeline
             timed.enter_context(timeline.timed("scoring", "score_group"))
         scores = await context.scorer.score_group(task, results, scores, spent)
     spent.share_with([rollout.spent for rollout in rollouts])
     return scores
 
 
-def trajectory_of(
-    context: RolloutContext,
-    request: GroupRequest,
-    number: int,
-    rollout: ScoredRollout,
-    score: Score,
-) -> Trajectory:
-    """Builds the trajectory of a scored rollout; `score`: as the scorer gave it."""
-    finished, result = rollout.finished, rollout.finished.result
-    return Trajectory(
-        rollout_id=rollout_id_of(request, number),
-        attempt=rollout.attempt,
-        task_id=request.task.id,
-        env=context.environment.name,
-        sequences=finished.sequences,
-        messages=result.messages if context.environment.config.include_messages else [],
-        tools=finished.tools,
-        output=result.output,
-        score=context.scorer.delivered(score),
-        finish_reason=result.finish_reason,
-        truncated=result.truncated,
-        limit=result.limit,
-        turns=result.turns,
-        usage=with_scoring(finished.usage, finished.attempt.calls, rollout.spent, context.prices),
-        metrics=result.metrics,
-        calls=finished.calls,
-        actions=result.actions,
-        others=finished.others if context.environment.config.include_messages else [],
-        service_calls=finished.service_calls,
-        hooks=finished.hooks,
-        egress=finished.egress,
-        turn_rewards=result.turn_rewards,
-        agent_calls=result.calls,
-        started_at=finished.attempt.timeline.started_at,
-        timings=with_scoring_times(finished.timings, finished.attempt.timeline),
-        images=finished.images,
-        attempts=rollout.failed,
-        printed=finished.attempt.timeline.lines(),
-        flags=[
-            *finished.flags,
-            *_LATE[: finished.attempt.late_calls],
-            *(name for name in rollout.score.metrics if name == SCORER_KILLED),
-        ],
-    )
+def trajectory_of(context: RolloutContext, rollout: Finished, score: Score) -> Trajectory:
+    """Completes the trajectory of a scored rollout. `score`: final, as the scorer gave it."""
+    trajectory, attempt = rollout.trajectory, rollout.attempt
+    trajectory.score = context.scorer.delivered(score)
+    trajectory.usage = with_scoring(trajectory.usage, attempt.calls, rollout.spent, context.prices)
+    trajectory.timings = with_scoring_times(trajectory.timings, attempt.timeline)
+    trajectory.printed = attempt.timeline.lines()
+    killed = [name for name in rollout.score.metrics if name == SCORER_KILLED]
+    trajectory.flags = [*trajectory.flags, *_LATE[: attempt.late_calls], *killed]
+    return trajectory
 
 
 def _judged(
@@ -478,17 +422,13 @@ def _judged(
 async def run_single(
     context: RolloutContext, task: Task, *, scored: bool, failed: Callable[[Failure], object]
 ) -> Trajectory:
-    """Runs `task` once, and again where a failure is ours.
-
-    Args:
-        scored: its answer is known; else its score has no reward.
-        failed: called with each failure.
-    """
+    """Runs `task` once, and again after failures of ours. `scored`: its answer is known; else its
+    score has no reward."""
     if not scored:  # no solution is known
         context = msgspec.structs.replace(context, demonstrator=None)
     request = single_request(context.environment, task)
     rollout = await run_rollout(context, request, scored=scored, failed=failed)
-    return trajectory_of(context, request, 0, rollout, rollout.score)
+    return trajectory_of(context, rollout, rollout.score)
 
 
 async def run_rollout(
@@ -497,47 +437,33 @@ async def run_rollout(
     *,
     scored: bool,
     failed: Callable[[Failure], object] = lambda failure: None,
-) -> ScoredRollout:
-    """Runs the only rollout of `request`; arguments and errors are those of `run_single`."""
-    attempt, tries = 0, Tries()
-    while True:
-        attempt += 1
-        try:
-            async with context.slots:
-                rollout_id = f"{request.group_id}-r0"
-                finished = await run_once(context, request, rollout_id, attempt, tries.deaths)
-            score, spent = Score(reward=None), ScoringSpent()
-            if scored:
-                with finished.attempt.timeline.timed("scoring", "score"):
-                    score = await score_once(context.scorer, request.task, finished.result, spent)
-            return ScoredRollout(attempt, finished, score, spent=spent)
-        except RolloutError as error:
-            tries.add(error)
-            if not is_retried(error, tries.counted, context.rollouts.max_attempts):
-                raise
-            failed(error.failure())
-        await asyncio.sleep(retry_delay_seconds(max(tries.counted, 1), random.random()))
+) -> Finished:
+    """Runs the only rollout of `request`; see `run_single`."""
+    attempts = itertools.count(1)
+
+    async def attempt(deaths: int) -> Finished:
+        async with context.slots:
+            rollout_id = rollout_id_of(request, 0)
+            rollout = await run_once(context, request, rollout_id, next(attempts), deaths)
+        if scored:
+            await _score(context, request.task, rollout)
+        return rollout
+
+    return await _retried(
+        context, attempt, lambda error, again: failed(error.failure()) if again else None
+    )
 
 
 def single_request(environment: Environment, task: Task) -> GroupRequest:
     """Returns the request for a rollout of `task` that belongs to no group."""
-    config = environment.config
-    return GroupRequest(
-        group_id=f"single-{uuid.uuid4().hex[:12]}",
-        index=0,
-        env=environment.name,
-        split=config.split,
-        seed=config.seed,
-        task=task,
-    )
+    return request_for(environment, task, f"single-{uuid.uuid4().hex[:12]}")
 
 
 def running_rollouts(
     contexts: Iterable[RolloutContext], environment: str, limit: int
 ) -> tuple[list[RunningRollout], int]:
-    """Returns up to `limit` rollouts in progress, oldest first of each environment, and how many
-    there are. `environment`: "": all.
-    """
+    """Returns up to `limit` rollouts in progress, oldest first of each environment ("": all), and
+    how many there are."""
     found: list[RunningRollout] = []
     total = 0
     for context in contexts:

@@ -1,9 +1,8 @@
 """Makes groups on request: a trainer names the tasks and the number of rollouts.
 
 The ids of an order's groups depend on the order alone, so a repeated request makes no group twice,
-even after the server was killed. The filters of the stream do not apply: a group lacks only
-rollouts that were lost, and says how many. An order without a waiting client is given up after a
-while; its finished groups are kept.
+even after the server was killed. The filters of the stream do not apply. An order without a waiting
+client is given up after a while; its finished groups are kept.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 import msgspec
 import structlog
@@ -23,10 +22,10 @@ from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
 from ..environment import Environment
-from .events import GroupDelivered, GroupDropped
+from .events import GroupDelivered, OrderSink, dropped
 from .group import RolloutContext, make_group
 from .policy import Drop, GroupRules
-from .stream import GroupRequest, aside, tasks_of
+from .stream import GroupRequest, aside, request_for, tasks_of
 
 _MOST_TASKS: Final = 100_000
 _READ_AT_ONCE: Final = 256
@@ -35,8 +34,6 @@ _MOST_NAMED: Final = 5
 
 @dataclass
 class _Page:
-    """The tasks of one split that were read so far, in order, and the rest of its stream."""
-
     stream: Iterator[Task]
     tasks: list[Task] = field(default_factory=list)
     by_id: dict[str, Task] = field(default_factory=dict)
@@ -66,7 +63,6 @@ class TaskIndex:
         return [page.by_id[one] for one in task_ids]
 
     async def after(self, split: Split, number: int, limit: int) -> list[Task]:
-        """Up to `limit` tasks behind the first `number`, in their order."""
         page = self._page(split)
         while len(page.tasks) < number + limit and not page.is_whole:
             await self._read_on(page, number + limit)
@@ -78,7 +74,6 @@ class TaskIndex:
         return self._pages[split]
 
     async def _read_on(self, page: _Page, wanted: int) -> None:
-        """Reads a few tasks more, where fewer than `wanted` are known."""
         async with page.reading:
             count = min(_READ_AT_ONCE, _MOST_TASKS - len(page.tasks))
             if page.is_whole or len(page.tasks) >= wanted:
@@ -100,24 +95,9 @@ _FORGOTTEN_AFTER_SECONDS: Final = 600.0
 _AGAIN_SECONDS: Final = 1.0
 
 
-class GroupSink(Protocol):
-    """Stores the finished groups of orders."""
-
-    async def put(self, group: Group) -> None:
-        """Returns when `group` is durable."""
-
-    async def known(self, group_ids: list[str]) -> set[str]:
-        """Returns those of these ids that were ever put."""
-
-
 class GroupsOrder(msgspec.Struct, frozen=True):
-    """A request for groups.
-
-    Args:
-        key: the caller's name for it; the same order with the same key is the same order.
-        task_ids: each gets its own group, even if it is named several times.
-        group_size: rollouts per group.
-    """
+    """A request for groups of `group_size` rollouts, one for each of `task_ids`; the same order
+    with the same `key` (the caller's name for it) is the same order."""
 
     key: str
     environment: str
@@ -136,8 +116,6 @@ class GroupsOrder(msgspec.Struct, frozen=True):
 
 
 class _Open:
-    """An order that is being made."""
-
     def __init__(self, order: GroupsOrder, work: asyncio.Task[None]) -> None:
         self.order = order
         self.work = work
@@ -149,7 +127,7 @@ class _Open:
 class Orders:
     """All orders of a server; an async context manager that gives them up at its end."""
 
-    def __init__(self, parts: Sequence[RolloutContext], sink: GroupSink) -> None:
+    def __init__(self, parts: Sequence[RolloutContext], sink: OrderSink) -> None:
         self._parts = {one.environment.name: one for one in parts}
         self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
         self._sink = sink
@@ -169,11 +147,9 @@ class Orders:
         return sum(one.order.rollouts for one in self._open.values())
 
     def snapshot(self) -> Mapping[str, int]:
-        """Returns current numbers for the status page."""
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}
 
     def is_open(self, order: GroupsOrder) -> bool:
-        """Returns whether the order is being made."""
         return order in self._open
 
     @property
@@ -188,16 +164,12 @@ class Orders:
         return self._parts[name].environment
 
     def book(self, name: str) -> TaskIndex:
-        """Returns the tasks of an environment."""
         self.environment(name)
         return self._books[name]
 
     async def wait(self, order: GroupsOrder, seconds: float) -> int:
-        """Starts `order` if it is not open yet, and waits for it.
-
-        Returns:
-            How many of its groups are finished: all of them, unless the time was over.
-        """
+        """Starts `order` if it is not open yet, and waits for it; returns how many of its groups
+        are finished: all of them, unless the time was over."""
         tasks = await self.book(order.environment).find(order.split, order.task_ids)
         made = self._open.get(order)
         if made is None:
@@ -218,18 +190,10 @@ class Orders:
         return len(tasks)
 
     async def _missing(self, order: GroupsOrder, tasks: Sequence[Task]) -> list[GroupRequest]:
-        config = self.environment(order.environment).config
-        group_ids = order.group_ids()
+        environment, group_ids = self.environment(order.environment), order.group_ids()
         known = await self._sink.known(group_ids)
         return [
-            GroupRequest(
-                group_id=group_id,
-                index=index,
-                env=order.environment,
-                split=order.split,
-                seed=config.seed,
-                task=task,
-            )
+            request_for(environment, task, group_id, index, order.split)
             for index, (group_id, task) in enumerate(zip(group_ids, tasks, strict=True))
             if group_id not in known
         ]
@@ -258,17 +222,7 @@ class Orders:
             group = _nothing(request, made, order) if isinstance(made, Drop) else made
             await self._put(group)
         if isinstance(made, Drop):
-            context.observer(
-                GroupDropped(
-                    group_id=request.group_id,
-                    index=request.index,
-                    task_id=request.task.id,
-                    reason=made.reason,
-                    failed=made.failed,
-                    message=made.message,
-                    at=time.time(),
-                )
-            )
+            context.observer(dropped(request, made))
         else:
             context.observer(GroupDelivered(group=made))
         self._open[order].done += 1

@@ -29,17 +29,16 @@ from .estimates import Scored
 
 if TYPE_CHECKING:
     from ..settings.config import RolloutsConfig
+    from ..settings.section import EnvironmentConfig
 
 
 Alike = Literal["lowest", "highest", "answers"]
 
 
 def alike(group: Group) -> tuple[Alike, ...]:
-    """Returns in what the rollouts of a group are alike: there is nothing to compare.
-
-    lowest, highest: all rewards are at that bound of the range, even of a single rollout; answers:
-    the same tokens were sampled, or the same texts.
-    """
+    """Returns in what the rollouts of a group are alike: all rewards are at the lowest or highest
+    of the range, even of a single rollout; the same tokens (answers) were sampled, or the same
+    texts."""
     rollouts = group.trajectories
     found: list[Alike] = []
     rewards = {one.score.reward for one in rollouts}
@@ -62,8 +61,8 @@ def _says_the_same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def all_equal(trajectories: Sequence[Trajectory]) -> bool:
-    """Returns whether each trained agent has the same rewards, of all and of its turns, in all
-    trajectories, so that comparing them teaches nothing."""
+    """Returns whether comparing the trajectories teaches nothing: each trained agent has the same
+    rewards, of all and of its turns."""
     scores = [trajectory.score for trajectory in trajectories]
     # Rows are of trained agents; without exact tokens there are none, and all agents count.
     agents = {row.agent for trajectory in trajectories for row in trajectory.sequences}
@@ -83,16 +82,14 @@ _RETRY = Backoff(first_seconds=0.2, max_seconds=10.0, jitter=(0.5, 1.0))
 
 
 def is_retried(error: RolloutError, attempts: int, max_attempts: int, *, scored: int = 0) -> bool:
-    """Returns whether a failed rollout is retried after `attempts` counted attempts. `scored`:
-    number of scored rollouts of its group. Without any, a bug is final.
-    """
+    """Returns whether a failed rollout is retried. Without a scored rollout in its group, a bug is
+    final."""
     if is_bug(error) and not scored:
         return False
     return error.outcome is Outcome.RETRY and attempts < max_attempts
 
 
 def is_bug(error: RolloutError) -> bool:
-    """Returns whether the environment's code or setup failed in a way that no retry can avoid."""
     return "bug" in error.detail
 
 
@@ -111,7 +108,6 @@ class Tries(msgspec.Struct):
     deaths: int = 0
 
     def add(self, error: RolloutError) -> None:
-        """Counts a failed attempt."""
         self.counted += counts_as_attempt(error)
         self.deaths += _ended_own_worker(error)
 
@@ -127,11 +123,7 @@ def limit_of_death(error: WorkerError, *, spoke: bool, overdue: bool) -> str | N
 
     It may end the worker, break its protocol or block it ("crash"), or keep it from ending in time
     ("time"). If such a rollout were retried and dropped, the model would pay nothing for it and the
-    group would be lost.
-
-    Args:
-        spoke: whether the model had answered; before that, it can have caused nothing.
-        overdue: whether the rollout's deadline had passed.
+    group would be lost. `spoke`: the model had answered; before that, it can have caused nothing.
     """
     if not spoke or not _ended_own_worker(error):
         return None
@@ -157,7 +149,6 @@ def is_stale(oldest: int, version: int, most: int | None) -> bool:
 
 
 def oldest_deliverable(version: int, most: int | None) -> int:
-    """Returns the lowest version of a group that may be delivered while `version` is published."""
     return -1 if most is None else max(-1, version - most)
 
 
@@ -165,11 +156,7 @@ def group_seconds_left(
     rollouts: RolloutsConfig, age_seconds: float, since_enough_seconds: float | None
 ) -> float | None:
     """Returns how long to wait for a group's unfinished rollouts; None: until they end.
-
-    Args:
-        age_seconds: seconds since the group started.
-        since_enough_seconds: seconds since its minimum number was scored; None: not yet.
-    """
+    `since_enough_seconds`: since its minimum number was scored; None: not yet."""
     if rollouts.stragglers == "wait":
         return None
     left = rollouts.group_timeout_seconds - age_seconds
@@ -181,9 +168,9 @@ def group_seconds_left(
 class Drop(msgspec.Struct, frozen=True):
     """Why a group is not delivered; `failed` distinguishes a failure from a filter.
 
-    `scored`: what the group still says about its task; None unless all required were scored.
-    `bug`: the group ended at its first failure, a bug of the environment. `hopeless`: a library or
-    a setting is missing, so no other group can succeed. `alike`: see the function of that name.
+    `scored`: what the group still says about its task; None unless all required were scored. `bug`:
+    the group ended at its first failure, a bug of the environment. `hopeless`: a library or a
+    setting is missing, so no other group can succeed.
     """
 
     reason: str
@@ -196,14 +183,13 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The conditions for delivering a group.
+    """The conditions for delivering a group of `size` rollouts, of which at least `least` must be
+    left.
 
     Args:
-        size: number of rollouts started for it.
-        least: minimum number of rollouts left.
         failed: shrink or drop a group in which rollouts failed for good.
-        late: shrink or drop a group in which rollouts were cancelled as stragglers or as stale.
-        max_token_length: maximum length of a sequence, in tokens.
+        late: the same if rollouts were cancelled as stragglers or as stale.
+        max_token_length: of a sequence.
         max_staleness: maximum versions that its oldest token may be behind; None: no limit.
     """
 
@@ -217,8 +203,9 @@ class GroupRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rules_of(
-    rollouts: RolloutsConfig, *, size: int, drop_zero_variance: bool, max_token_length: int
+    rollouts: RolloutsConfig, config: EnvironmentConfig, *, drop_zero_variance: bool
 ) -> GroupRules:
+    size = config.group_size
     least = size if rollouts.min_group_size is None else min(rollouts.min_group_size, size)
     drops = rollouts.stale_groups == "drop"
     return GroupRules(
@@ -227,7 +214,7 @@ def rules_of(
         failed=rollouts.failed_in_group,
         late=rollouts.late_in_group,
         drop_zero_variance=drop_zero_variance,
-        max_token_length=max_token_length,
+        max_token_length=config.max_token_length,
         max_staleness=rollouts.max_staleness_at_delivery if drops else None,
     )
 
@@ -257,12 +244,8 @@ def judge_losses(lost: Mapping[str, int], rules: GroupRules) -> Drop | None:
 def judge_trajectory(
     trajectory: Trajectory, *, need_exact: bool, actions: Actions
 ) -> RolloutError | None:
-    """Returns why a trajectory must not be delivered, or None.
-
-    Args:
-        need_exact: whether token ids and logprobs are required (for RL), or text is enough.
-        actions: what to do about each flag.
-    """
+    """Returns why a trajectory must not be delivered, or None. `need_exact`: token ids and logprobs
+    are required (for RL)."""
     if trajectory.score.reward is None:
         return Unscorable("The score has no reward.")
     if trajectory.others and not trajectory.turns:
@@ -278,7 +261,6 @@ def judge_trajectory(
 
 
 def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
-    """Returns why `group` (of deliverable trajectories only) is dropped, or None."""
     if (drop := judge_losses(group.lost, rules)) is not None:
         return drop
     if is_stale(group.policy_version, version, rules.max_staleness):
@@ -312,28 +294,21 @@ _REMEDIES: Final = {
     "finish_abort": "pause the engine by drain or keep, not by abort",
     "mixed_versions": "publish less often, or pause by drain",
 }
-"""Advice for the flags that most often mask tokens."""
 
 
 class Untrained(msgspec.Struct, frozen=True):
-    """Counts of sampled tokens.
-
-    Args:
-        sampled: tokens of trained agents, as far as the engine counts them.
-        by_flag: those among them that are not trained, by the flag that masks or drops them.
-    """
+    """Counts of the sampled tokens of trained agents, as far as the engine counts them; `by_flag`:
+    those that are not trained, by the flag that masks or drops them."""
 
     sampled: int = 0
     by_flag: dict[str, int] = {}
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that are not trained."""
         return sum(self.by_flag.values())
 
     @property
     def share(self) -> float:
-        """Their share of the sampled tokens; 0 if none was sampled."""
         return self.tokens / self.sampled if self.sampled else 0.0
 
 
@@ -345,14 +320,8 @@ def untrained_of(
     *,
     need_exact: bool,
 ) -> Untrained:
-    """Counts the tokens of one rollout.
-
-    Args:
-        calls: of its trained agents. Text without token ids does not count, unless it drops the
-            rollout.
-        flags: of the rollout.
-        need_exact: whether a flag can drop the rollout.
-    """
+    """Counts the tokens of one rollout in the `calls` of its trained agents. Text without token ids
+    does not count, unless it drops the rollout. `need_exact`: whether a flag can drop it."""
     calls = list(calls)
     if need_exact and actions.worst(flags) == "drop":
         sampled = sum(len(call.completion_ids) or call.told_tokens[1] for call in calls)
@@ -373,7 +342,6 @@ def untrained_of(
 
 
 def summed(counts: Iterable[Untrained]) -> Untrained:
-    """Returns the sum of several counts."""
     sampled, by_flag = 0, Counter[str]()
     for one in counts:
         sampled += one.sampled
@@ -382,13 +350,8 @@ def summed(counts: Iterable[Untrained]) -> Untrained:
 
 
 class UntrainedCeiling:
-    """The ceiling of one environment of a run.
-
-    Args:
-        most: largest share of untrained tokens; 1: no ceiling.
-        groups: number of the latest groups in the window; nothing is judged before there are as
-            many.
-    """
+    """The largest share `most` of untrained tokens of one environment (1: no ceiling) in a window
+    of the latest `groups`; nothing is judged before there are as many."""
 
     def __init__(self, most: float, groups: int) -> None:
         self.most = most
@@ -397,12 +360,10 @@ class UntrainedCeiling:
 
     @property
     def window(self) -> Untrained:
-        """The counts of the latest groups."""
         return summed(self._window)
 
     @property
     def is_over(self) -> bool:
-        """Whether the window is full and its untrained share exceeds `most`."""
         return len(self._window) == self._window.maxlen and self.window.share > self.most
 
     def judge(self, group: Untrained) -> str | None:
@@ -416,7 +377,6 @@ class UntrainedCeiling:
         return self.message() if self._was_over and group.share > self.most else None
 
     def message(self) -> str:
-        """Says what share is not trained, and by which flags."""
         window = self.window
         flags = ", ".join(
             f"{flag} {count / window.sampled:.0%} ({FLAGS[flag].meaning})"
@@ -440,7 +400,6 @@ class UntrainedCeiling:
         )
 
     def report(self) -> dict[str, Any]:
-        """Returns the state for `/v1/status`."""
         window = self.window
         return {
             "share": window.share,
@@ -466,10 +425,9 @@ SHARED = "shared"
 
 
 class Taker(msgspec.Struct, frozen=True, kw_only=True):
-    """An open run.
+    """An open run that draws from `queue`: `SHARED`, or its own.
 
     Args:
-        queue: the queue that it draws from: `SHARED`, or its own.
         environments: environments whose groups it takes; empty: all.
         batch: number of groups that it takes between two versions.
         is_hungry: it wants more groups before it publishes; those it has do not count.
@@ -535,7 +493,7 @@ def free_capacity(
 
 
 def _capacity_without_takers(takers: list[Taker], depths: Depths, bounds: Bounds) -> int:
-    """Capacity of an environment without runs: all such groups share one bound."""
+    """All groups of environments without runs share one bound."""
     untaken = {
         env: depth
         for env, depth in depths.get(SHARED, {}).items()
@@ -551,7 +509,6 @@ def _capacity_of_queue(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """Capacity in the queue of `takers`; in a shared queue the largest of theirs."""
     own = queue.get(env, Depth())
     has_none = not (own.queued or own.leased or open_groups.get(env))
     found = [
@@ -569,7 +526,7 @@ def _capacity_of_taker(
     open_groups: Mapping[str, int],
     bounds: Bounds,
 ) -> int:
-    """Capacity for one run; runs that take a subset of its environments help to empty its queue."""
+    """Runs that take a subset of a run's environments help to empty its queue."""
     helpers = [one for one in sharing if _is_within(one, taker)]
     batch = sum(one.batch for one in helpers)
     seen = [depth for env, depth in queue.items() if taker.takes(env)]
@@ -586,17 +543,14 @@ def _capacity_of_taker(
 
 
 def _is_within(one: Taker, other: Taker) -> bool:
-    """Returns whether `one` takes nothing that `other` does not."""
     return not other.environments or (
         bool(one.environments) and one.environments <= other.environments
     )
 
 
 def most_waiting(batch: int, bounds: Bounds) -> int:
-    """Returns how many groups may wait for a trainer.
-
-    At least two batches, so that one can be made while the other is fetched.
-    """
+    """Returns how many groups may wait: at least two batches, one is made while the other is
+    fetched."""
     return max(2 * batch, min(bounds.most_groups, bounds.most_batches * batch))
 
 

@@ -77,14 +77,8 @@ def provenance_of(
     sampling: Mapping[str, Any],
     trajectories: Iterable[Trajectory],
 ) -> dict[str, Any]:
-    """Returns the provenance of one group.
-
-    Args:
-        run: the result of `made_with`.
-        engine: what the engine says of itself and its model.
-        model: the model's name at the engine.
-        sampling: the run's sampling parameters.
-    """
+    """Returns the provenance of one group. `run`: the result of `made_with`; `engine`: what it says
+    of itself and its model."""
     versions = {
         int(version)
         for trajectory in trajectories
@@ -117,8 +111,8 @@ def _environment(kind: type[Environment]) -> dict[str, Any]:
 
 
 def _files_facts(file: Path) -> dict[str, Any]:
-    """Returns the number and the digest of an environment's files: its folder, or a single file
-    and the modules beside it."""
+    """Returns the number and the digest of an environment's files: its folder, or a single file and
+    the modules beside it."""
     files = _sources(file)
     return {"files": len(files), "digest": _digest(file.parent, files)}
 
@@ -150,7 +144,6 @@ def _is_source(path: Path, folder: Path) -> bool:
 
 @functools.cache
 def _own_digest() -> str:
-    """Returns the digest of the Python files of this package and of the records."""
     parts = []
     for module in (Path(__file__).parent.parent, Path(str(envserver_records.__file__)).parent):
         parts.append(_digest(module, sorted(module.rglob("*.py"))).encode())
@@ -175,7 +168,6 @@ def kept_config(config: EnvironmentConfig) -> dict[str, Any]:
 
 
 def rendering_of(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
-    """Returns how prompts were made, for each agent that has a route."""
     described = proxy.engine_described()
     described.pop("differs_at", None)  # says something of another rollout
     if not routes:
@@ -189,14 +181,11 @@ def rendering_of(proxy: Proxy, routes: dict[str, AgentRoute]) -> dict[str, Any]:
 
 
 MOST_BYTES: Final = 16 * 1024
-"""Maximum size of the kept part, as JSON."""
 
 
 def bounded_public(public: dict[str, Any]) -> dict[str, Any]:
-    """Returns `public`, with values that do not fit replaced by `{"left_out_bytes": size}`.
-
-    Small values are kept first; what JSON cannot hold is left out.
-    """
+    """Returns `public`, with values that do not fit replaced by `{"left_out_bytes": size}`. Small
+    values are kept first; what JSON cannot hold is left out."""
     sizes = {name: _size(value) for name, value in public.items()}
     left = MOST_BYTES
     kept: set[str] = set()

@@ -33,14 +33,8 @@ _LONGEST_LINE = 400
 
 @dataclass
 class Exchange:
-    """One request of an agent and its answers.
-
-    Args:
-        line: routing key of the agent (see `proxy.attempts.routing_key`).
-        messages, tools: what it sent; None: not known, so not compared.
-        answers: one for each choice.
-        played: it has been requested.
-    """
+    """One request of an agent (`line`: its routing key) and its answers, one for each choice.
+    `messages`, `tools`: what it sent; None: not known, so not compared."""
 
     line: str
     messages: list[Message] | None
@@ -51,13 +45,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between an agent and its record.
-
-    Args:
-        call: number of the call, from 1, among those that were played.
-        what: in a sentence.
-        diff: lines of a unified diff, recorded and current; empty if there is nothing to compare.
-    """
+    """The first difference between an agent and its record: `what` in a sentence, at number `call`,
+    from 1, of the calls that were played; `diff`: recorded and current, may be empty."""
 
     call: int
     what: str
@@ -65,7 +54,6 @@ class Difference:
 
 
 def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]) -> list[Exchange]:
-    """Returns the exchanges in a record of all calls, in the order of their answers."""
     exchanges: list[Exchange] = []
     for call in calls:
         line = routing_key(rollout_id, call.agent if call.agent in agents else None)
@@ -80,10 +68,8 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
 
 
 def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
-    """Reconstructs calls that were not kept from a conversation.
-
-    The last `turns` messages of the assistant are their answers.
-    """
+    """Reconstructs calls that were not kept from a conversation: the last `turns` messages of the
+    assistant are their answers."""
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     if len(places) < turns:
         raise InputError(
@@ -99,8 +85,6 @@ def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Excha
 
 
 def _answer(message: Message, number: int) -> Call:
-    import numpy as np
-
     none = np.empty(0, np.int32)
     return Call(
         index=number,
@@ -117,12 +101,7 @@ def _answer(message: Message, number: int) -> Call:
 
 
 class Player:
-    """An Engine that plays `exchanges`.
-
-    Args:
-        model: its name.
-        exact: whether the record has the ids and logprobs of every call.
-    """
+    """An Engine that plays `exchanges`. `exact`: the record has ids and logprobs of every call."""
 
     kind = "replay"
 
@@ -135,7 +114,6 @@ class Player:
 
     @property
     def left(self) -> int:
-        """Number of recorded calls that were not requested."""
         return sum(not exchange.played for exchange in self._exchanges)
 
     def differ(self, what: str, diff: Sequence[str] = ()) -> Difference:
@@ -160,11 +138,9 @@ class Player:
         return [ReplicaHealth("the record", healthy=True)]
 
     async def get(self, path: str) -> Json:
-        """See Engine: /v1/models."""
         return {"object": "list", "data": [{"id": self._model, "object": "model"}]}
 
     async def post(self, request: EngineRequest) -> Json:
-        """See Engine."""
         exchange = self._next(request.body, request.rollout_id)
         is_chat = request.path.endswith("/chat/completions")
         first = exchange.answers[0]
@@ -182,7 +158,6 @@ class Player:
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
-        """See Engine. Each answer comes in one piece."""
         yield _chunks(await self.post(request))
 
     def _next(self, body: Json, line: str) -> Exchange:
@@ -196,7 +171,7 @@ class Player:
             raise _over(self.differ(f"The record ends here, and {who} asks on.", last))
         found = next((one for one in waiting if not _differs(one, body)), None)
         if found is None:
-            raise _over(self.differ(*_told_difference(waiting[0], body)))
+            raise _over(self.differ(*_compared(waiting[0], body)))
         found.played = True
         self.played += 1
         return found
@@ -283,7 +258,7 @@ def _differs(exchange: Exchange, body: Json) -> bool:
     return exchange.tools is not None and exchange.tools != (body.get("tools") or [])
 
 
-def _told_difference(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
+def _compared(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
     then, now = exchange.messages or [], body.get("messages") or []
     if exchange.messages is None or then == now:
         diff = _diff(_lines(exchange.tools), _lines(body.get("tools") or []))
@@ -324,7 +299,6 @@ def _over(difference: Difference) -> EngineRefused:
 
 
 def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the environment's agents, from the group's line."""
     return list((group.get("rendering") or {}).get("agents") or {})
 
 
@@ -342,7 +316,6 @@ def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def calls_in(kept: Mapping[str, Any]) -> list[Call]:
-    """The calls that `kept_calls` wrote; empty where it wrote none."""
     try:
         traced = msgspec.convert(kept.get("calls") or [], list[TracedCall], dec_hook=_as_array)
         return unpack_calls(traced)

@@ -1,9 +1,7 @@
 """Checks the rewards that an environment returns against its declarations. Pure.
 
-In: an environment's declarations (`reward_range`, `solved_at`, `component_weights`, `agents`) and a
-score of it. Out: the score as plain numbers, with the turn rewards of the rollout, or a
-RewardError: the environment's code is wrong and no retry helps. `envserver_records.tasks` says how
-rewards add up.
+`envserver_records.tasks` says how rewards add up. A RewardError: the environment's code is wrong
+and no retry helps.
 """
 
 from __future__ import annotations
@@ -56,13 +54,8 @@ def _unknown(environment: str, name: str, declared: list[str]) -> ConfigError:
 
 
 class RewardRules(msgspec.Struct, frozen=True, kw_only=True):
-    """The rewards that an environment declares.
-
-    Args:
-        agents: whether each declared agent is trained, the main agent first; empty: one agent
-            without a name.
-        weights: see `Environment.component_weights`.
-    """
+    """The rewards that an environment declares. `agents`: whether each is trained, the main agent
+    first; empty: one without a name."""
 
     environment: str
     range: RewardRange
@@ -119,8 +112,8 @@ def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
 
 
 def with_turn_rewards(score: object, result: Result, rules: RewardRules) -> object:
-    """Returns the score of a rollout with the rewards that the rollout gave with `run.reward`; a
-    score without a reward stays so."""
+    """Returns a score with the rewards that the rollout gave with `run.reward`; a score without a
+    reward stays so."""
     if not isinstance(score, Score) or not result.turn_rewards:
         return score
     is_weighted = bool(rules.weights and score.components)

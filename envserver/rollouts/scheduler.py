@@ -1,8 +1,8 @@
 """Runs the stream of groups: how many at once, of which environment, when to stop.
 
-Only as many groups are open as can fill the rollout slots. A group that the sink already has is
-skipped; resuming needs nothing else. Several environments share a run by weight (`Shares`): the one
-furthest behind its share comes first, and one that does not ask for a while is not waited for.
+A group that the sink already has is skipped; resuming needs nothing else. Several environments
+share a run by weight (`Shares`): the one furthest behind its share comes first, and one that does
+not ask for a while is not waited for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import msgspec
@@ -34,14 +35,13 @@ from ..environment import Environment
 from ..settings.config import RolloutsConfig
 from ..telemetry.tracing import evaluation, gathered
 from .estimates import Scored
-from .events import GroupDelivered, GroupDropped, GroupSink, Observer
+from .events import GroupDelivered, GroupSink, Observer, dropped
 from .policy import Drop, UntrainedCeiling, retry_delay_seconds
 from .stream import GroupRequest, read
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 Ending = Literal["delivered", "filtered", "failed"]
-"""The outcome of a started group."""
 CATCH_UP_GROUPS = 16
 """Maximum number of groups an idle environment may catch up."""
 PATIENCE_SECONDS = 0.5
@@ -53,12 +53,8 @@ _FILTERED_COSTS = 0.25
 
 
 class Share(msgspec.Struct, frozen=True):
-    """The share of one environment in all groups.
-
-    Args:
-        weight: relative to the weights of the others; positive.
-        minimum: minimum share in [0, 1], whatever the weights.
-    """
+    """The share of an environment in all groups: by `weight` relative to the others, but at least
+    `minimum` in [0, 1]."""
 
     name: str
     weight: float = 1.0
@@ -113,11 +109,9 @@ class Shares:
         self._clocks[name] = max(self._clocks[name], earliest)
 
     def next(self, asking: Iterable[str]) -> str:
-        """Returns the environment of `asking` (at least one) whose turn it is."""
         return min(asking, key=lambda name: (self._clocks[name] + 1 / self._targets[name], name))
 
     def begin(self, name: str) -> None:
-        """Counts a group that the environment starts."""
         self._now = max(self._now, self._clocks[name])
         self._clocks[name] += 1 / self._targets[name]
 
@@ -176,12 +170,8 @@ def _turns_before(turns: int, clocks: Floats, parts: Floats, most: Integers) -> 
 
 
 class Turns:
-    """Gives turns to the schedulers of a mix; see `lane`.
-
-    Args:
-        room: maximum rollouts in flight, all environments together.
-        wanted: number of groups to deliver, all environments together; None: no limit.
-    """
+    """Gives turns to the schedulers of a mix. `room`: maximum rollouts in flight, `wanted`: groups
+    to deliver (None: no limit), all environments together."""
 
     def __init__(self, shares: Shares, *, room: int, wanted: int | None = None) -> None:
         self._shares = shares
@@ -199,7 +189,7 @@ class Turns:
         return Lane(self, name)
 
     async def take(self, name: str, size: int) -> bool:
-        """See `Lane.take`."""
+        """Waits until a group of `size` rollouts may start; False: no more groups are wanted."""
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._silent_since.pop(name, None)
         self._asking[name] = (size, granted)
@@ -216,7 +206,6 @@ class Turns:
                 del self._asking[name]
 
     def ended(self, name: str, size: int, how: Ending) -> None:
-        """See `Lane.ended`."""
         self._rollouts -= size
         self._open -= 1
         self._delivered += how == "delivered"
@@ -225,7 +214,7 @@ class Turns:
         self._give()
 
     def left(self, name: str) -> None:
-        """See `Lane.left`."""
+        """Notes that the environment starts no further group."""
         self._silent_since.pop(name, None)
         self._give()
 
@@ -267,22 +256,12 @@ class Turns:
 
 
 class Lane:
-    """Turns of one environment in a mix."""
+    """The turns of one environment in a mix."""
 
     def __init__(self, turns: Turns, name: str) -> None:
-        self._turns = turns
-        self._name = name
-
-    async def take(self, size: int) -> bool:
-        """Waits until a group of `size` rollouts may start; False: no more groups are wanted."""
-        return await self._turns.take(self._name, size)
-
-    def ended(self, size: int, how: Ending) -> None:
-        self._turns.ended(self._name, size, how)
-
-    def left(self) -> None:
-        """Notes that the environment starts no further group."""
-        self._turns.left(self._name)
+        self.take = partial(turns.take, name)
+        self.ended = partial(turns.ended, name)
+        self.left = partial(turns.left, name)
 
 
 log = structlog.get_logger()
@@ -298,9 +277,7 @@ class GroupMaker(Protocol):
     def rollouts(self) -> RolloutsConfig: ...
 
     @property
-    def observer(self) -> Observer:
-        """Gets the events of rollouts, and of groups."""
-        ...
+    def observer(self) -> Observer: ...
 
     @property
     def ceiling(self) -> UntrainedCeiling: ...
@@ -358,7 +335,6 @@ class Scheduler:
 
     @property
     def cut_off(self) -> int:
-        """Number of groups cancelled together with `run`."""
         return sum(group.cancelled() for group in self._open)
 
     @property
@@ -420,50 +396,44 @@ class Scheduler:
             self._reap()
 
     def _reap(self) -> None:
-        """Removes finished groups; raises the error of one that failed for good."""
         done = {task for task in self._open if task.done()}
         self._open -= done
         errors = [error for task in done if (error := task.exception()) is not None]
         if errors:
             raise errors[0]
 
-    async def _has_capacity(self) -> bool:
-        """Waits until the sink has capacity; False if the run is drained meanwhile."""
-        room = asyncio.create_task(self._sink.wait_for_capacity())
+    async def _arrives(
+        self, waiting: asyncio.Future[Any], others: Iterable[asyncio.Task[Any]] = ()
+    ) -> bool:
+        """Returns whether `waiting` is done before the run is drained and one of `others` ends."""
         drain = asyncio.create_task(self._draining.wait())
         try:
-            await asyncio.wait({room, drain, *self._open}, return_when=asyncio.FIRST_COMPLETED)
-            if room.done():
-                room.result()
-            return room.done() and not drain.done()
+            await asyncio.wait({waiting, drain, *others}, return_when=asyncio.FIRST_COMPLETED)
+            return waiting.done() and not drain.done()
         finally:
-            await cancel_and_wait(room, drain)
+            await cancel_and_wait(waiting, drain)
+
+    async def _has_capacity(self) -> bool:
+        room = asyncio.create_task(self._sink.wait_for_capacity())
+        if arrives := await self._arrives(room, self._open):
+            room.result()
+        return arrives
 
     async def _next_request(self) -> GroupRequest | None:
         reading = read(self._requests)
-        drain = asyncio.create_task(self._draining.wait())
-        try:
-            first: set[asyncio.Future[Any]] = {reading, drain}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            return None if drain.done() else reading.result()
-        finally:
-            await cancel_and_wait(reading, drain)
+        return reading.result() if await self._arrives(reading) else None
 
     async def _has_turn(self) -> bool:
         """Waits for the turn of the next group; False if none is wanted or the run is drained."""
         if self._lane is None:
             return True
         turn = asyncio.create_task(self._lane.take(self._size))
-        drain = asyncio.create_task(self._draining.wait())
         used = False
         try:
-            first: set[asyncio.Future[Any]] = {turn, drain}
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            used = not drain.done()
+            used = await self._arrives(turn)
             return used and turn.result()
         finally:
-            given, _ = await cancel_and_wait(turn, drain)
-            if given is True and not used:
+            if not used and (await cancel_and_wait(turn))[0] is True:
                 self._lane.ended(self._size, "failed")
 
     def _return_turn(self, group: asyncio.Task[Ending]) -> None:
@@ -504,19 +474,7 @@ class Scheduler:
             log.warning("group.not_counted", group_id=drop.scored.group_id, error=str(error))
 
     def _dropped(self, request: GroupRequest, drop: Drop) -> None:
-        self._context.observer(
-            GroupDropped(
-                group_id=request.group_id,
-                index=request.index,
-                task_id=request.task.id,
-                reason=drop.reason,
-                failed=drop.failed,
-                message=drop.message,
-                at=time.time(),
-                scored=drop.scored,
-                alike=drop.alike,
-            )
-        )
+        self._context.observer(dropped(request, drop))
         if drop.reason == "untrained" and self._stop_on_failures:
             raise TooMuchUntrained(drop.message, hint=self._context.ceiling.hint())
         self._judge_bug(drop)
@@ -544,7 +502,6 @@ class Scheduler:
             log.warning("groups.all_dropped", groups=dropped, most=self._cause())
 
     def check(self) -> None:
-        """Raises AllFailed if there were groups and all of them failed."""
         if self._failed_in_a_row and not self._works:
             raise self._all_failed()
 
@@ -556,7 +513,6 @@ class Scheduler:
         )
 
     def _cause(self) -> str:
-        """The commonest reason of the dropped groups, with the message of the last of them."""
         reason, _ = self._reasons.most_common(1)[0]
         return f"{reason}: {self._messages[reason]}"
 

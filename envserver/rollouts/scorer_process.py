@@ -1,13 +1,10 @@
-"""Runs inside a scorer process: loads one environment and scores in the main thread.
+"""Runs inside a scorer process: `serve` loads one environment and scores in the main thread.
 
-`serve` is the only entry point. A request never raises: a `ScorerAnswer` holds the value or the
-failure. A score that leaves this module is valid: see `rewards.checked_score`.
-
-The process that the server starts is a keeper: it forks the scorer and ends with it, with the same
-status, or when the server closes its end of the socket. It leaves no process that the scorer
-started, in whatever session. It kills the scorer with SIGXCPU when one call, with all that it
-starts, uses more than the environment's `score_cpu_seconds`. Loading comes before and does not
-count, nor does time in which the processes wait or others run.
+A score that leaves this module is valid: see `rewards.checked_score`. The process that the server
+starts is a keeper: it forks the scorer and ends with it, with the same status, or when the server
+closes its end of the socket. It leaves no process that the scorer started, in whatever session. It
+kills the scorer with SIGXCPU when one call, with all that it starts, uses more than the
+environment's `score_cpu_seconds`. Loading does not count, nor does time in which they wait.
 """
 
 from __future__ import annotations
@@ -142,7 +139,6 @@ def _made(kind: type[Any], environment: Environment, reference: str) -> Any:
 TRACEBACK_CHARACTERS = 4000
 _LOOK_MILLISECONDS = 100
 NUMBER_BYTES = 8
-"""Bytes of a request's number, with which it and its answer begin."""
 
 
 class ScorerAnswer(msgspec.Struct):
@@ -163,22 +159,14 @@ class ScoreLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """The environment's declarations about scoring."""
-
     limits: ScoreLimits
     rewards: RewardRules
     token_ids: bool = False
 
 
 class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `envserver score`.
-
-    Args:
-        task: the task, or a row of one of the environment's data sets.
-        response: the model's last text.
-        messages: the conversation, if the row has one.
-        finish_reason: of the model's last answer, if the row has it.
-    """
+    """A row of `envserver score`. `task`: or a row of one of the environment's data sets;
+    `response`: the model's last text, `finish_reason` that of its last answer."""
 
     task: Task | dict[str, Any]
     response: str
@@ -187,12 +175,8 @@ class RowToScore(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowScore(msgspec.Struct, frozen=True):
-    """The score of one of `Environment.row_results`.
-
-    Args:
-        least, most: as expected.
-        why: what the scorer raised, else the names of its metrics.
-    """
+    """The score of one of `Environment.row_results`. `least`, `most`: as expected; `why`: what the
+    scorer raised, else the names of its metrics."""
 
     task_id: str
     name: str
@@ -212,8 +196,7 @@ _most_cpu_seconds = ctypes.c_double(math.inf)
 
 def serve(channel: socket.socket, arguments: tuple[Any, ...]) -> None:
     """Loads an environment, says so by answer 0, and answers requests until the server closes its
-    end. `arguments`: of `load`.
-    """
+    end. `arguments`: of `load`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A process that is killed at its CPU limit needs no core dump.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -266,11 +249,7 @@ def load(
     judge: JudgeAddress | None = None,
 ) -> None:
     """Runs first in each process. A failure is kept and returned to every request for a score.
-
-    Args:
-        rubric: scores instead of the environment (see `with_rubric`).
-        judge: where the server answers for the judge.
-    """
+    `judge`: where the server answers for the judge."""
     global _loaded, _sandboxes, _judge
     _judge = ScorerJudge(judge)
     if sandbox_address is not None:
@@ -313,7 +292,6 @@ def declared_by(environment: Environment) -> Declared:
 
 
 def task_digests(count: int) -> list[str]:
-    """Returns digests of the first `count` tasks, as this process lists them."""
     environment = _environment()
     _most_cpu_seconds.value = math.inf  # the limit is for scores
     return [digest_of(task) for task in first_tasks(environment, count)]
@@ -434,7 +412,6 @@ def _environment() -> Environment:
 
 
 def _score_of(environment: Environment, task: Task, result: Result) -> Score:
-    """Returns the environment's score of one rollout, checked, with the rollout's turn rewards."""
     with _nothing_failed_meanwhile():
         score = _awaited(environment.score(task, result))
     rules = rules_of_rewards(environment)
@@ -443,8 +420,8 @@ def _score_of(environment: Environment, task: Task, result: Result) -> Score:
 
 @contextmanager
 def _nothing_failed_meanwhile() -> Iterator[None]:
-    """Raises, at the end of the block, what a sandbox or the judge failed with, whatever the
-    scorer made of it."""
+    """Raises, at the end of the block, what a sandbox or the judge failed with, whatever the scorer
+    made of it."""
     watched = [one for one in (_sandboxes, _judge) if one is not None]
     for one in watched:
         one.failure = None

@@ -2,14 +2,12 @@
 
 A scorer that exceeds its environment's `score_cpu_seconds` or, behind that, `score_timeout_seconds`
 by the clock, or whose caller is cancelled, is killed; a dead one is replaced before the next score.
-The environment and its libraries are loaded before the first request, and before either limit
-applies. While a scorer waits for the judge, its clock stands still.
+Loading the environment does not count. While a scorer waits for the judge, its clock stands still.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import os
 import pickle
@@ -19,22 +17,16 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from multiprocessing import forkserver, popen_forkserver, reduction, resource_tracker, util
-from multiprocessing.context import (
-    BaseContext,
-    ForkServerContext,
-    ForkServerProcess,
-    set_spawning_popen,
-)
+from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import msgspec
 from envserver_records.costs import JudgeUsage
 from envserver_records.errors import (
     ConfigError,
-    Failure,
     JudgeError,
     RewardError,
     SandboxError,
@@ -50,8 +42,8 @@ from ..judges.server import JudgeServer
 from ..registry.interpreters import (
     SETTINGS,
     InterpreterContext,
+    dumped,
     interpreter_of,
-    preparation,
     start_method_stays,
 )
 from ..sandbox.maker import SandboxAddress
@@ -74,12 +66,8 @@ _END = signal.SIGTERM, signal.SIGCONT  # it may be stopped
 
 
 class ScorerEnded(Exception):
-    """The process ended before its answer.
-
-    Args:
-        began: whether it had read the request.
-        garbled: it was ended because it sent something else than its answer.
-    """
+    """The process ended before its answer. `began`: it had read the request; `garbled`: it was
+    ended because it sent something else than its answer."""
 
     def __init__(self, *, began: bool, garbled: bool = False) -> None:
         super().__init__("The scorer process has ended.")
@@ -123,12 +111,10 @@ class ScorerChannel(asyncio.Protocol):
         return channel
 
     async def loaded(self) -> None:
-        """Waits until the process has loaded its environment."""
         await self._answered()
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests, as far as is known."""
         return not (self._ends or self._lost.is_set())
 
     async def ask(self, request: bytes) -> bytes:
@@ -228,19 +214,13 @@ class _Popen(popen_forkserver.Popen):
     _fds: list[int]
 
     def _launch(self, process_obj: BaseProcess) -> None:
-        data = io.BytesIO()
-        set_spawning_popen(self)
-        try:
-            reduction.dump(preparation(process_obj.name), data)
-            reduction.dump(process_obj, data)
-        finally:
-            set_spawning_popen(None)
+        data = dumped(self, process_obj)
         self.sentinel, pipe = _server.connect_to_new_process(self._fds)
         # By its end of this pipe the process sees that this one has ended.
         kept = os.dup(pipe)
         self.finalizer = util.Finalize(self, _close, (kept, self.sentinel))
         with os.fdopen(pipe, "wb") as file:
-            file.write(data.getbuffer())
+            file.write(data)
         self.pid = forkserver.read_signed(self.sentinel)
 
 
@@ -282,7 +262,7 @@ def check_working_directory() -> None:
 
 
 def _forget_forkserver() -> None:
-    """Takes another forkserver: a process that was forked cannot use that of its parent."""
+    """A process that was forked cannot use the forkserver of its parent."""
     global _server
     _server = _own_forkserver()
 
@@ -298,10 +278,8 @@ os.register_at_fork(after_in_child=_forget_forkserver)
 
 
 def _start_forkserver() -> None:
-    """Starts the process that scorers are forked from, protected from Ctrl-C.
-
-    A terminal sends Ctrl-C to all processes; the server decides how they react.
-    """
+    """Starts the process that scorers are forked from, protected from Ctrl-C: a terminal sends it
+    to all processes, and the server decides how they react."""
     _place_its_socket()
     # First multiprocessing's helper: starting it unblocks the signal.
     resource_tracker.ensure_running()
@@ -333,6 +311,7 @@ def _place_its_socket() -> None:
         tempfile.tempdir = usual
 
 
+T = TypeVar("T")
 START_TIMEOUT_SECONDS = 120.0
 _LISTING_SECONDS = 600.0
 SCORING_FAILURES = ScorerError, SandboxError, JudgeError
@@ -346,22 +325,11 @@ SCORER_KILLED = "scorer_killed"
 """Metric of a score, and flag of a rollout, whose text used up the scorer's CPU seconds."""
 
 
-class ScoredRow(msgspec.Struct, kw_only=True):
-    """The score of a bare row; `error` says why it is missing."""
-
-    reward: float | None = None
-    components: dict[str, float] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    error: str | None = None
-    rewards: dict[str, float] = msgspec.field(default_factory=dict)
-
-
-class ScorerDied(ScorerError):
-    """The process died while scoring: it was killed at a limit or from outside, or ended itself."""
+class ScorerDied(ScorerError): ...
 
 
 class ScorerOutOfCpu(ScorerDied):
-    """It was killed because one call used more CPU seconds than the environment allows."""
+    """One call used more CPU seconds than the environment allows."""
 
 
 class ScorerPool:
@@ -369,7 +337,6 @@ class ScorerPool:
 
     Args:
         env_reference: as `registry.find` takes it; a path should be absolute.
-        env_config: the fields of the environment's Config.
         processes: number of scorer processes; 0: nothing is scored here, see `declared`.
         declared: what the environment declares, where there is no process to ask.
         sandbox_address: where the environment's `sandboxes` are made; unset: it has none.
@@ -405,17 +372,15 @@ class ScorerPool:
 
     async def __aenter__(self) -> Self:
         check_working_directory()
+        calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
         try:
-            calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
-            outcomes = await asyncio.gather(*calls)
+            answers = await asyncio.gather(*calls)
+            declared: Declared | None = self._declared
+            for answer in answers:
+                declared = _value(answer)
         except BaseException:
             await self._close()
             raise
-        failure = next((outcome.failure for outcome in outcomes if outcome.failure), None)
-        if failure is not None:
-            await self._close()
-            _raise(failure)
-        declared: Declared | None = outcomes[0].value if outcomes else self._declared
         assert declared is not None
         self._limits, self._rules = declared.limits, declared.rewards
         self.needs_token_ids = declared.token_ids
@@ -428,18 +393,15 @@ class ScorerPool:
 
     @property
     def rules(self) -> RewardRules:
-        """The environment's declarations about rewards, available once the context is entered."""
         assert self._rules is not None
         return self._rules
 
     def delivered(self, score: Score) -> Score:
-        """Returns the final score of a rollout as it is delivered, with its totals."""
         return delivered_score(score, self.rules)
 
     async def score(self, task: Task, result: Result, spent: ScoringSpent | None = None) -> Score:
         """Returns the score of one rollout, without totals; the worst reward if its text uses up
-        the scorer's CPU seconds. What it takes is added to `spent`, also if it fails.
-        """
+        the scorer's CPU seconds. What it takes is added to `spent`, also if it fails."""
         without_text = (task, Result(output=""))
         return await self._score(scorer_process.score, (task, result), without_text, spent)
 
@@ -450,46 +412,29 @@ class ScorerPool:
         scores: list[Score],
         spent: ScoringSpent | None = None,
     ) -> list[Score]:
-        arguments = (task, results, scores)
-        final: list[Score] = await self._ask(scorer_process.score_group, arguments, spent)
-        return final
+        return await self._ask(scorer_process.score_group, (task, results, scores), spent)
 
     async def task_digests(self, count: int) -> list[str]:
-        """Returns digests of the first tasks, as a scorer process lists them (`checking`)."""
         unlimited = ScoreLimits(cpu_seconds=math.inf, timeout_seconds=_LISTING_SECONDS)
-        async with self._free_scorer() as scorer:
-            answer = await scorer.call(scorer_process.task_digests, (count,), unlimited)
-        if answer.failure is not None:
-            _raise(answer.failure)
-        digests: list[str] = answer.value
+        answer = await self._answer(scorer_process.task_digests, (count,), limits=unlimited)
+        digests: list[str] = _value(answer)
         return digests
 
     async def score_rows(self, tasks: list[Task]) -> list[RowScore]:
-        answer = await self._answer(scorer_process.score_rows, (tasks,), None)
-        if answer.failure is not None:
-            _raise(answer.failure)
-        scores: list[RowScore] = answer.value
+        scores: list[RowScore] = _value(await self._answer(scorer_process.score_rows, (tasks,)))
         return scores
 
-    async def score_row(self, row: RowToScore) -> ScoredRow:
-        """Returns the score of a bare row; its `error` holds any failure.
-
-        A row whose scorer died or was killed is scored once more.
-        """
+    async def score_row(self, row: RowToScore) -> Score:
+        """Returns the score of a bare row; its `error` holds any failure. A row whose scorer died
+        is scored once more."""
         try:
             try:
                 score = await self._score_row(row)
             except ScorerDied:
                 score = await self._score_row(row)
         except (*SCORING_FAILURES, ConfigError) as error:
-            return ScoredRow(error=f"{error.detail.get('cause', error.kind)}: {error}")
-        final = self.delivered(score)
-        return ScoredRow(
-            reward=final.reward,
-            components=final.components,
-            metrics=final.metrics,
-            rewards=final.rewards,
-        )
+            return Score(error=f"{error.detail.get('cause', error.kind)}: {error}")
+        return self.delivered(score)
 
     async def _score_row(self, row: RowToScore) -> Score:
         empty = msgspec.structs.replace(row, response="", messages=[])
@@ -497,21 +442,19 @@ class ScorerPool:
 
     async def _score(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Score],
         args: tuple[Any, ...],
         without_text: tuple[Any, ...],
         spent: ScoringSpent | None = None,
     ) -> Score:
         """Returns the score; the worst, with the metric SCORER_KILLED, if the text is to blame.
 
-        A text is to blame if both hold: - the process was killed for its CPU seconds (SIGXCPU). A
-        full memory and a kill from outside are other signals, a hanging service is the limit by the
-        clock; - the same task without the text is done within the limit. Both calls are alone in
-        their process, with the libraries loaded. `without_text`: the arguments with an empty
-        answer.
+        It is if the process was killed for its CPU seconds (SIGXCPU; a full memory and a kill from
+        outside are other signals, a hanging service is the limit by the clock), and the same task
+        with an empty answer (`without_text`) is done within the limit.
         """
         try:
-            score: Score = await self._ask(function, args, spent)
+            return await self._ask(function, args, spent)
         except ScorerOutOfCpu as error:
             try:
                 await self._answer(function, without_text, spent)
@@ -522,24 +465,26 @@ class ScorerPool:
                     hint="Set the environment's score_cpu_seconds.",
                 ) from again
             return Score(reward=self.rules.range.worst, metrics={SCORER_KILLED: 1.0})
-        return score
 
     async def _ask(
-        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
-    ) -> Any:
-        outcome = await self._answer(function, args, spent)
-        self._spent(outcome.seconds, outcome.cpu_seconds)
-        if outcome.failure is not None:
-            _raise(outcome.failure)
-        return outcome.value
+        self, function: Callable[..., T], args: tuple[Any, ...], spent: ScoringSpent | None
+    ) -> T:
+        answer = await self._answer(function, args, spent)
+        self._spent(answer.seconds, answer.cpu_seconds)
+        value: T = _value(answer)
+        return value
 
     async def _answer(
-        self, function: Callable[..., Any], args: tuple[Any, ...], spent: ScoringSpent | None
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        spent: ScoringSpent | None = None,
+        limits: ScoreLimits | None = None,
     ) -> ScorerAnswer:
         async with self._free_scorer() as scorer:
             started = time.monotonic()
             try:
-                return await scorer.call(function, args, self._limits)
+                return await scorer.call(function, args, limits or self._limits)
             finally:
                 judged = scorer.take_judge_usage()
                 if spent is not None:
@@ -574,7 +519,6 @@ class _Scorer:
     async def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], limits: ScoreLimits
     ) -> ScorerAnswer:
-        """Runs `function` in the process; one call at a time."""
         try:
             request = pickle.dumps((function, args))
         except Exception as error:
@@ -602,7 +546,6 @@ class _Scorer:
         return self._judge.take_usage(self._address)
 
     async def _call_once(self, request: bytes, limits: ScoreLimits) -> ScorerAnswer:
-        """Raises ScorerEnded, or ScorerDied after the seconds in which the process worked."""
         process = self._process
         if process is None or not process.usable:
             process = self._process = await self._started()
@@ -629,7 +572,6 @@ class _Scorer:
         return await ScorerChannel.started(context, (*self._arguments, self._address))
 
     async def _death(self, limits: ScoreLimits) -> ScorerDied:
-        """Returns the error that says how the process died."""
         process, self._process = self._process, None
         exit_code = None if process is None else await process.ended()
         if exit_code == -signal.SIGXCPU:
@@ -655,7 +597,6 @@ class _Timer:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stops the clock within the block."""
         now = asyncio.get_running_loop().time
         self._stops += 1
         ends = self.running.when()
@@ -673,20 +614,18 @@ class _Timer:
                 self._left = None
 
 
-def _raise(failure: Failure) -> NoReturn:
-    """Converts the failure that a process reported into an error.
-
-    Errors that a person must repair (a setting, a missing library) stop the run.
-    """
-    if failure.kind == ConfigError.kind:
-        raise ConfigError(failure.message, hint=failure.hint, **failure.detail)
-    if failure.kind == RewardError.kind:
-        raise RewardError(failure.message, hint=failure.hint, **failure.detail)
+def _value(answer: ScorerAnswer) -> Any:
+    """Errors that a person must repair (a setting, a missing library) stop the run."""
+    failure = answer.failure
+    if failure is None:
+        return answer.value
     if failure.kind in _THEIR_ERRORS:
         raise _THEIR_ERRORS[failure.kind](failure.message, hint=failure.hint)
-    raise ScorerError(
-        failure.message, hint=failure.hint, **{**failure.detail, "cause": failure.kind}
-    )
+    for kind in (ConfigError, RewardError):
+        if failure.kind == kind.kind:
+            raise kind(failure.message, hint=failure.hint, **failure.detail)
+    detail = {**failure.detail, "cause": failure.kind}
+    raise ScorerError(failure.message, hint=failure.hint, **detail)
 
 
 async def score_once(

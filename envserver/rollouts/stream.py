@@ -27,12 +27,9 @@ T = TypeVar("T")
 
 
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for one group.
-
-    `index` is the position of its task in the stream, from 0; for a repeated task (`again_prefix`)
-    it is the number of repeated tasks before it. `chosen` is why a curriculum chose the task, for
-    the group's record; empty without one.
-    """
+    """A request for one group. `index`: position of its task in the stream, from 0, or for a
+    repeated task (`again_prefix`) the number of repeated tasks before it; `chosen`: why a
+    curriculum chose it."""
 
     group_id: str
     index: int
@@ -63,6 +60,20 @@ def group_id(prefix: str, index: int, task_id: str) -> str:
     return f"{prefix}{index:06d}-{digest}"
 
 
+def request_for(
+    environment: Environment, task: Task, group_id: str, index: int = 0, split: Split | None = None
+) -> GroupRequest:
+    config = environment.config
+    return GroupRequest(
+        group_id=group_id,
+        index=index,
+        env=environment.name,
+        split=split or config.split,
+        seed=config.seed,
+        task=task,
+    )
+
+
 def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
     """Yields a group request for each task of the environment's split, lazily."""
     config = environment.config
@@ -71,14 +82,7 @@ def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupR
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in tasks_of(environment, config.split):
-            yield GroupRequest(
-                group_id=group_id(prefix, index, task.id),
-                index=index,
-                env=environment.name,
-                split=config.split,
-                seed=config.seed,
-                task=task,
-            )
+            yield request_for(environment, task, group_id(prefix, index, task.id), index)
             index += 1
         if index == before:
             raise ConfigError(
@@ -93,10 +97,9 @@ def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None
 
 
 def aside(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Runs `work`, which reads tasks, in a thread.
+    """Runs `work`, which reads tasks, in a thread: reading the first may load a data set.
 
-    Reading the first task may load a data set. Nothing joins the thread, so a stop does not wait
-    for the data set either.
+    Nothing joins the thread, so a stop does not wait for the data set either.
     """
     reading: concurrent.futures.Future[T] = concurrent.futures.Future()
     reading.set_running_or_notify_cancel()
@@ -113,7 +116,6 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    """Yields the tasks of a split, lazily."""
     try:
         for task in environment.tasks(split):
             if not isinstance(task, Task):
@@ -134,7 +136,6 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
 
 
 def first_tasks(environment: Environment, count: int) -> list[Task]:
-    """Returns the first `count` tasks of the environment's split."""
     made = group_requests(environment, repeat=False)
     return [request.task for request in itertools.islice(made, count)]
 
@@ -148,6 +149,5 @@ def packed(task: Task) -> bytes | None:
 
 
 def digest_of(task: Task) -> str:
-    """Returns a digest of all of a task; "" if it cannot be sent."""
     data = packed(task)
     return "" if data is None else hashlib.blake2b(data, digest_size=16).hexdigest()

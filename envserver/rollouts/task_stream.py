@@ -1,9 +1,7 @@
 """The stream of a run with a curriculum: the environment's own order with repeated tasks mixed in.
 
-The environment's own order is that of `stream.group_requests`, with the same ids, so a run can be
-resumed with any sampler. Groups made before, or scored and dropped, are not made again. At most
-`memory` tasks are held. After a restart the environment's order is read from its beginning, and
-scored tasks are remembered as they come by.
+The own order has the ids of `stream.group_requests`, so a run can be resumed with any sampler.
+After a restart it is read from its beginning, and scored tasks are remembered as they come by.
 """
 
 from __future__ import annotations
@@ -43,12 +41,8 @@ LONGEST_REST: Final = 32
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A remembered task.
-
-    Args:
-        estimate: None until one of its rollouts is scored.
-        drawn: number of its last group.
-    """
+    """A remembered task. `estimate`: None until one of its rollouts is scored; `drawn`: number of
+    its last group."""
 
     task_id: str
     estimate: Estimate | None
@@ -56,7 +50,6 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def wanted(success: float, target: float, sharpness: float) -> float:
-    """Returns the weight of a task with chance `success` in (0, 1); at most 1."""
     easy = (success / target) ** (sharpness * target)
     return float(easy * ((1.0 - success) / (1.0 - target)) ** (sharpness * (1.0 - target)))
 
@@ -87,7 +80,7 @@ def is_passed_over(estimate: Estimate | None, rules: CurriculumConfig, rng: rand
 
 
 def to_forget(candidates: Sequence[Candidate], rules: CurriculumConfig, count: int) -> list[str]:
-    """Returns the `count` candidates to forget: those with the lowest weight.
+    """Returns the `count` candidates with the lowest weight.
 
     Among equal weights, and among tasks not yet scored, the least recently drawn go first.
     """
@@ -135,7 +128,6 @@ def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
 
 
 def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[str, Estimate]]:
-    """Returns the scored tasks that may be repeated, with their estimates."""
     rest = min(LONGEST_REST, len(candidates) // 2)
     return [
         (one.task_id, one.estimate)
@@ -149,9 +141,8 @@ _FORGOTTEN = 8
 """When the memory is full, one task in so many is forgotten."""
 _LONG_AGO = 2**62
 _LATEST = 1000
-"""Number of latest tasks over which the share of solved ones is computed."""
 _PASSED_OVER_AT_MOST = 1000
-"""Maximum tasks skipped in a row; then a group is made anyway, so no request waits forever."""
+"""Then a group is made anyway, so no request waits forever."""
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -198,14 +189,10 @@ class TaskStream:
         self._latest: OrderedDict[str, bool] = OrderedDict()
         self._lock = threading.Lock()
         self.came_again = 0
-        """Groups of repeated tasks since the start."""
         self.passed_over = 0
-        """Tasks of the environment's order that were skipped since the start: solved too often, or
-        lately never."""
 
     @property
     def remembered(self) -> int:
-        """Number of tasks that may be repeated."""
         return len(self._remembered)
 
     def solved_share(self) -> float | None:
@@ -230,7 +217,6 @@ class TaskStream:
             yield request
 
     def observe(self, event: Event) -> None:
-        """Updates the estimates with a group's result."""
         news: Scored | None = None
         if isinstance(event, GroupDelivered):
             news = scored_of(event.group)
@@ -266,7 +252,6 @@ class TaskStream:
         )
 
     def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
-        """Yields the requests in the environment's order whose groups must be made."""
         passed = 0
         while True:
             # While groups made before may still come, look up many at once.
@@ -291,8 +276,6 @@ class TaskStream:
                     yield msgspec.structs.replace(request, chosen=chosen)
 
     def _chosen(self, by: str, estimate: Estimate | None) -> dict[str, Any]:
-        """Returns why a task was chosen: `by` the environment's order or by a sampler, and what was
-        known of the task."""
         now = self._now(estimate) or UNTRIED
         return {"by": by, "success": round(now.success, 4), "attempts": now.attempts}
 

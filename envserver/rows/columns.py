@@ -1,8 +1,6 @@
 """Turns one row into a task: which columns are asked, which are hidden. Pure.
 
-In: a row and the names of its columns. Out: a Task whose public part has the conversation to send
-and the columns that it is made of; all other columns are hidden. What makes no task is an
-InputError with the name of the column.
+What makes no task is an InputError with the name of the column.
 """
 
 from __future__ import annotations
@@ -40,15 +38,11 @@ _row: ContextVar[_Notes | None] = ContextVar("row", default=None)
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The row of a task: its place, and its solution if its reader knows one."""
-
     place: str
     solution: str
 
 
 class Places(msgspec.Struct):
-    """A number of rows, and the place of the first."""
-
     count: int
     first: str
 
@@ -98,7 +92,6 @@ class RowCounts:
 
     def __init__(self) -> None:
         self.of: dict[str, RowCount] = {}
-        """The counts by the data set's name."""
         self.origins: dict[str, Origin] | None = None
         """Rows by the ids of their tasks. Where a dict is set before `tasks`, it is filled, and
         fields and doubts are counted."""
@@ -147,14 +140,12 @@ class RowCounts:
 
     @property
     def dropped(self) -> Counter[str]:
-        """Number of rows that made no task, by cause."""
         causes: Counter[str] = Counter()
         for counts in self.of.values():
             causes.update({cause: places.count for cause, places in counts.dropped.items()})
         return causes
 
     def drop(self, name: str, cause: str, place: str) -> None:
-        """Counts a row that is of no use."""
         _count(self.of[name].dropped, cause, place)
 
     def reported(self, name: str, tasks: Iterable[Task], *, hint: str = "") -> Iterator[Task]:
@@ -208,7 +199,6 @@ def _count(rows: dict[str, Places], cause: str, place: str) -> None:
 
 
 ANSWER = "answer"
-"""The column of the answer, where none is named and a row has it."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +263,6 @@ class Columns:
 
 
 def columns_in(template: str) -> list[str]:
-    """Returns the columns of a prompt: its own name, or those in its braces."""
     if "{" not in template:
         return [template]
     try:

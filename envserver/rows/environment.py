@@ -1,8 +1,7 @@
 """The environment of rows: asks each row's prompt once, and pays what reward functions say.
 
-`from_rows` makes a class of it in a program; `rows_class` one for `--env rows.jsonl`, where the
-settings name columns and functions. Both read nothing: rows are read by `tasks`, and functions are
-imported by the scorer.
+`from_rows` and `rows_class` (for `--env rows.jsonl`) read nothing: rows are read by `tasks`, and
+functions are imported by the scorer.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ _log = structlog.get_logger("envserver.rows")
 
 
 class RowsEnvironment(Environment):
-    """Asks the prompt of each row, and pays what reward functions say."""
-
     # A reward function of others may read the whole completion.
     exact_demonstrations = True
     checks_rows = True
@@ -86,7 +83,6 @@ class RowsEnvironment(Environment):
 
     source: ClassVar[Source]
     functions: ClassVar[Sequence[Weighted]] = ()
-    """Reward functions of the class; `--env.reward` replaces them."""
 
     def __init__(self, config: Environment.Config | None = None) -> None:
         super().__init__(config)
@@ -111,12 +107,6 @@ class RowsEnvironment(Environment):
             self.solved_at = own.solved_at  # type: ignore[misc]
 
     def tasks(self, split: Split) -> Iterator[Task]:
-        """Yields a task for each row.
-
-        Raises:
-            ConfigError: rows make no task (the message has their number and the first places), or
-                there are none.
-        """
         own = self.config
         source = replace(self.source, subset=own.subset, splits=own.splits)
         rows = source.open(split)
@@ -168,13 +158,9 @@ class RowsEnvironment(Environment):
         )
 
     async def rollout(self, task: PublicTask, run: Rollout) -> str:
-        """Asks the prompt once."""
         return (await run.chat(task.public["messages"])).content
 
     def prepare_scoring(self) -> None:
-        """Imports the reward functions.
-        Raises ConfigError: one cannot be imported, or asks for what there is not.
-        """
         names: dict[str, int] = {}
         self._rewards = []
         for function, weight in self._weighted:
@@ -186,10 +172,8 @@ class RowsEnvironment(Environment):
         self.scores_token_ids = any(one.needs_token_ids for one in self._rewards)
 
     def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:
-        """Adds up the functions' rewards by their weights, without those that are None.
-
-        They are `components` by name. If all are None, the row is not scorable.
-        """
+        """Adds up the functions' rewards by their weights. If all are None, the row is not
+        scorable."""
         if self._rewards is None:
             self.prepare_scoring()
         rewards = self._rewards or []
@@ -220,25 +204,21 @@ class RowsEnvironment(Environment):
         )
 
     def demonstration(self, task: Task) -> list[Message] | None:
-        """Returns the text of `--env.demonstration`, else the answer, as one message."""
         text = task.hidden.get("demonstration", task.hidden.get("answer"))
         if text is None:
             return None
         return [{"role": "assistant", "content": text if isinstance(text, str) else str(text)}]
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
-        """Yields the demonstration."""
         for message in self.demonstration(task) or ():
             high = self.reward_range[1]
             least = high if self.solved_at is None else self.solved_at
             yield KnownResult("gold", Result(output=message["content"]), least, high)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
-        """Returns the task of a row with these columns."""
         return self._columns.task("row", row)
 
     def task_from_question(self, asked: Any) -> Task:
-        """Returns the task of one question in the place of the prompt."""
         columns = columns_in(self.config.prompt)
         if len(columns) != 1:
             raise InputError(f"The prompt has {len(columns)} columns; one text does not fill it.")
@@ -249,9 +229,6 @@ class RowsEnvironment(Environment):
 
 
 def rows_class(reference: str) -> type[Environment]:
-    """Returns the environment of the rows that `reference` names.
-    Raises NotFoundError: there is no such file or folder.
-    """
     if not reference.startswith(HUB):
         if not (Path(reference).exists() or is_glob(reference)):
             raise NotFoundError(f"There is no data file {reference!r}.")
@@ -266,15 +243,8 @@ def from_rows(
     module: str,
     settings: Mapping[str, Any],
 ) -> type[Environment]:
-    """Makes the class of `Environment.from_rows`, which says what the arguments mean.
-
-    Args:
-        base: the class that `from_rows` was called on.
-        module: the name of the module that calls it.
-
-    Raises:
-        ConfigError: a setting or a reward function is not what it must be.
-    """
+    """Makes the class of `Environment.from_rows`, called on `base` by the module of this name,
+    which says what the arguments mean."""
     unknown = settings.keys() - RowsEnvironment.Config.model_fields.keys()
     if unknown:
         raise ConfigError(f"from_rows has no argument {sorted(unknown)[0]!r}.")
@@ -299,9 +269,7 @@ def from_rows(
 
 def weighted(reward: Any) -> list[Weighted]:
     """Reads `reward=`: a function or its name, a list of them or of pairs with weights, or a dict
-    with weights.
-    Raises ConfigError: it is something else.
-    """
+    with weights."""
     if reward is None:
         return []
     if isinstance(reward, Mapping):

@@ -1,7 +1,4 @@
-"""Calls reward functions as their authors wrote them.
-
-In: a function, found by its parameters to be one of three kinds, and a scored completion. Out: a
-number, or None where the function does not apply to the row.
+"""Calls reward functions, of three kinds found by their parameters, as their authors wrote them.
 
     TRL         f(completions, **columns) -> [1.0]     lists of one; also prompts, completion_ids
     verifiers   f(completion, answer, state) -> 1.0    any of prompt, info, task and columns, too
@@ -46,7 +43,6 @@ class Scored:
         answer: of the row; None: it has none.
         columns: the row's columns by the names that functions see.
         state: what verifiers' functions find in `state`, besides the above.
-        completion_ids: the tokens of the completion, if known.
     """
 
     prompt: list[Message]
@@ -60,12 +56,6 @@ class Scored:
 
 
 class Reward:
-    """A reward function with its name and weight.
-
-    Raises:
-        ConfigError: it cannot be loaded, or its parameters belong to no kind.
-    """
-
     def __init__(self, function: RewardFunction | str, weight: float) -> None:
         self.function = _loaded(function) if isinstance(function, str) else function
         self.weight = weight
@@ -92,13 +82,10 @@ class Reward:
 
     @property
     def needs_token_ids(self) -> bool:
-        """Whether it cannot do without the tokens of the completion."""
         return "completion_ids" in self._needed
 
     def call(self, scored: Scored, log_metric: Callable[[str, float], None]) -> Any:
-        """Returns what the function returns; of an `async def`, something to await.
-        Raises ScorerError: it needs what this completion lacks.
-        """
+        """Returns what the function returns; of an `async def`, something to await."""
         offered = self._for_trl(scored, log_metric) if self._is_trl else self._by_name(scored)
         missing = self._needed - offered.keys()
         if missing:
@@ -113,9 +100,7 @@ class Reward:
         return self.function(**chosen)
 
     def number(self, returned: Any) -> float | None:
-        """Returns the reward in what the function returned; None: it does not apply.
-        Raises ScorerError: it is not a number.
-        """
+        """Returns the reward in what the function returned; None: it does not apply."""
         return self._number(self._only_one(returned) if self._is_trl else returned)
 
     def _for_trl(self, scored: Scored, log_metric: Callable[[str, float], None]) -> dict[str, Any]:
@@ -201,9 +186,7 @@ def name_of(function: RewardFunction | str) -> str:
 
 
 def parsed(reference: str) -> Weighted:
-    """Reads `my_rewards.py:exact=0.5`: a function and its weight.
-    Raises InputError: the weight is not a number, or there is no function.
-    """
+    """Reads `my_rewards.py:exact=0.5`: a function and its weight."""
     name, equals, weight = reference.partition("=")
     try:
         value = float(weight) if equals else 1.0

@@ -1,15 +1,11 @@
-"""Reads rows by number, wherever they are, for every environment.
-
-In: where the rows are, and a split. Out: `Rows`: their count, each row and its place as a person
-looks it up (`rows.jsonl:12`). Rows are in
+"""Reads rows by number, wherever they are, for every environment:
     a file     .jsonl (.ndjson), .json, .csv, .tsv, .parquet or .arrow, each also .gz and .zst
-    a folder   as `layouts` reads it, several files of a split one after the other
+    a folder   as `layout_of` reads it, several files of a split one after the other
     a glob     "data/part-*.jsonl": all files that match, as one
     the hub    hub:owner/name[/configuration][@revision]
     a list
 JSONL is read line by line, at eight bytes of memory a line, what is packed is unpacked into a
-temporary file; CSV and JSON are held in memory. pyarrow and datasets (the extra `data`) are
-imported where they are used.
+temporary file; CSV and JSON are held in memory.
 """
 
 from __future__ import annotations
@@ -79,11 +75,7 @@ def are_splits(names: Iterable[str]) -> bool:
 
 @dataclass
 class Layout:
-    """The files of a folder.
-
-    Args:
-        splits: files by configuration ("": none) and split ("": rows of no split).
-    """
+    """The files of a folder, by configuration ("": none) and split ("": rows of no split)."""
 
     folder: Path
     splits: dict[str, dict[str, list[Path]]] = field(default_factory=dict)
@@ -218,7 +210,6 @@ def _without_suffix(name: str) -> str:
 
 Row = dict[str, Any]
 HUB = "hub:"
-"""What the name of a data set on the hub begins with."""
 _HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:/(?P<subset>[^/@]+))?(?:@(?P<revision>.+))?"
 )
@@ -231,13 +222,7 @@ _LONGEST_VALUE = 1 << 30
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one split.
-
-    Args:
-        count: number of rows.
-        place: returns where the row of a number is.
-        read: returns the row of a number, from 0.
-    """
+    """The rows of one split: their number, and functions of the number of one, from 0."""
 
     count: int
     place: Callable[[int], str]
@@ -247,14 +232,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows are.
-
-    Args:
-        data: a file, a folder, a glob, or `hub:owner/name[/configuration][@revision]`.
-        subset: the configuration, of a data set on the hub or of a folder with several.
-        splits: names of its splits by ours, where they differ.
-        listed: the rows themselves, instead of `data`.
-    """
+    """Where rows are: in `data` (a file, a folder, a glob, or a name on the hub), or the rows
+    themselves. `subset`: the configuration; `splits`: names of its splits by ours, where they
+    differ."""
 
     data: str = ""
     subset: str | None = None
@@ -281,7 +261,6 @@ class Source:
 
 
 def every_row(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file, in order."""
     rows = Source(str(path)).open("train")
     for number in range(rows.count):
         try:
@@ -304,7 +283,6 @@ def is_glob(data: str) -> bool:
 
 
 def _joined(parts: Sequence[Rows]) -> Rows:
-    """The rows of several files, one after the other."""
     if len(parts) == 1:
         return parts[0]
     starts = [0, *itertools.accumulate(part.count for part in parts)]
@@ -432,7 +410,6 @@ def _rows_in(value: dict[str, Any]) -> list[Any]:
 
 
 def _csv(path: Path, name: str) -> Rows:
-    """Reads a table with a header; a value with line breaks is one value."""
     delimiter = "\t" if kind_of(name) == ".tsv" else ","
     csv.field_size_limit(_LONGEST_VALUE)
     lines: list[tuple[int, list[str]]] = []
@@ -515,11 +492,8 @@ def on_the_hub(name: str, subset: str | None, split: str, **arguments: Any) -> R
 def streamed(
     name: str, subset: str | None, split: str, shuffle: int | None = None
 ) -> Iterator[Row]:
-    """The rows of a data set on the hub, as they arrive: without numbers. Raises like `on_the_hub`.
-
-    Args:
-        shuffle: seed of a shuffle among SHUFFLE_BUFFER_ROWS rows; None: in order.
-    """
+    """The rows of a data set on the hub, as they arrive: without numbers. `shuffle`: seed of a
+    shuffle among SHUFFLE_BUFFER_ROWS rows; None: in order."""
     data = _loaded(name, subset, split, streaming=True)
     if shuffle is not None:
         data = data.shuffle(seed=shuffle, buffer_size=SHUFFLE_BUFFER_ROWS)

@@ -31,16 +31,6 @@ from envserver_records.tasks import PublicTask, Task
 
 from ..environment import Environment
 
-#     @dataclass
-#     class Sum:
-#         id: str
-#         question: str
-#         answer: Hidden[int]
-#
-#     class Addition(Environment[Sum]):
-#         def tasks(self, split: Split) -> Iterator[Sum]:
-#             yield Sum("sum-0", "1 + 1?", 2)
-
 T = TypeVar("T")
 _HIDDEN: Final = "envserver.hidden"
 Hidden = Annotated[T, _HIDDEN]
@@ -50,12 +40,6 @@ _TASK_FIRST = ("harness_task", "score", "score_group", "demonstration", "known_r
 
 
 class RowType:
-    """The row class of an environment: converts its rows to tasks and back.
-
-    Raises:
-        ConfigError: it is neither a dataclass nor a msgspec struct, or has no `id: str`.
-    """
-
     def __init__(self, row: type[Any]) -> None:
         if not dataclasses.is_dataclass(row) and not issubclass(row, msgspec.Struct):
             raise ConfigError(f"{row.__name__} is neither a dataclass nor a msgspec struct.")
@@ -93,11 +77,6 @@ class RowType:
         return self.row(**{"id": task.id, **values})
 
     def read(self, row: dict[str, Any]) -> Task:
-        """Returns the task of a row of a data set, whose keys are the fields.
-
-        Raises:
-            InputError: a field is missing, or has another type.
-        """
         try:
             return self.task(msgspec.convert({"id": "row", **row}, self.row))
         except msgspec.ValidationError as error:
@@ -105,11 +84,7 @@ class RowType:
 
 
 def row_type(environment: type[Environment[Any]]) -> RowType | None:
-    """Returns the row class that `class X(Environment[Row])` names; None: its tasks are plain.
-
-    Raises:
-        ConfigError: it cannot be the row of a task.
-    """
+    """Returns the row class that `class X(Environment[Row])` names; None: its tasks are plain."""
     for one in environment.__mro__:
         for base in vars(one).get("__orig_bases__", ()):
             origin = typing.get_origin(base)
@@ -121,11 +96,7 @@ def row_type(environment: type[Environment[Any]]) -> RowType | None:
 
 
 def plain(environment: type[Environment[Any]]) -> type[Environment]:
-    """Returns a class like `environment` whose methods take and give plain `Task`s.
-
-    Raises:
-        ConfigError: as for `RowType`.
-    """
+    """Returns a class like `environment` whose methods take and give plain `Task`s."""
     rows = row_type(environment)
     if rows is None:
         return environment

@@ -37,7 +37,6 @@ from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, ca
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import (
     RolloutContext,
-    ScoredRollout,
     run_once,
     run_single,
     single_request,
@@ -121,7 +120,7 @@ async def run_here(
     if scored:
         in_thread = judge is not None  # which answers from this thread's loop
         score = await _score(environment, request.task, finished.result, in_thread=in_thread)
-    return trajectory_of(context, request, 0, ScoredRollout(1, finished, score), score)
+    return trajectory_of(context, finished, score)
 
 
 def _prepare_scoring(environment: Environment) -> None:

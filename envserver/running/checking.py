@@ -48,7 +48,7 @@ from ..rollouts.check_data import (
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
 from ..rollouts.group import RolloutContext, run_rollout
 from ..rollouts.rewards import range_of
-from ..rollouts.stream import GroupRequest, first_tasks
+from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.opening import WatchedSandboxes
@@ -241,30 +241,21 @@ class _Plays:
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
         """Plays `task` once, and again where a failure is not the environment's."""
         played, context = self._played[name], self._context
-        config = context.environment.config
-        request = GroupRequest(
-            group_id=rollout_id.removesuffix("-r0"),
-            index=0,
-            env=context.environment.name,
-            split=config.split,
-            seed=config.seed,
-            task=task,
-        )
+        request = request_for(context.environment, task, rollout_id.removesuffix("-r0"))
         try:
-            rollout = await run_rollout(context, request, scored=True)
+            finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
             return
-        finished = rollout.finished
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
-        played.seconds += finished.usage.seconds
+        played.seconds += finished.trajectory.usage.seconds
         if finished.result.limit is not None:
             played.limits[finished.result.limit] += 1
         if name == DEMONSTRATION:
             self._problems += _shown_secrets(finished, task)
-        if self._counted(played, task, context.scorer.delivered(rollout.score).reward):
+        if self._counted(played, task, context.scorer.delivered(finished.score).reward):
             self.right[task.id] = finished.result.output
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:

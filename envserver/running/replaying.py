@@ -332,7 +332,7 @@ def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:
         if then.messages:
             yield Fact("messages", then.messages, _plain(result.messages))
     if record.exact:
-        now = [[row.tokens.tolist(), row.mask.tolist()] for row in finished.sequences]
+        now = [[row.tokens.tolist(), row.mask.tolist()] for row in finished.trajectory.sequences]
         rows = [[row.tokens.tolist(), [int(one) for one in row.mask]] for row in then.rows]
         yield Fact("training rows", rows, now)
     before = record.raw.get("rescored_from") or record.raw

@@ -32,14 +32,14 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
-from envserver_records.records import Task
+from envserver_records.records import Score, Task
 from envserver_records.waiting import in_order
 
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..registry import absolute, find
 from ..rollouts.scorer_process import RowToScore
-from ..rollouts.scoring import ScoredRow, ScorerPool
+from ..rollouts.scoring import ScorerPool
 from ..sandbox.maker import SandboxAddress
 from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import SandboxConfig
@@ -210,13 +210,12 @@ async def run_score(
     with _open_input(input) as source, _output(output) as target:
         size = max(1, os.fstat(source.fileno()).st_size)
 
-        def deliver(line: _Line, scored: ScoredRow) -> None:
+        def deliver(line: _Line, scored: Score) -> None:
             _count(summary, line.number, scored)
+            row = {"line": line.number, **msgspec.structs.asdict(scored)}
+            del row["turns"]
             with storing(output):
-                target.write(
-                    json.dumps({"line": line.number, **msgspec.structs.asdict(scored)}).encode()
-                    + b"\n"
-                )
+                target.write(json.dumps(row).encode() + b"\n")
             progress(summary.rows, min(1.0, line.end / size))
 
         environment = environment_of(reference, env_config)
@@ -253,11 +252,11 @@ class _Scoring:
         self._scorers = scorers
         self._finder = finder
 
-    async def row(self, line: _Line) -> ScoredRow:
+    async def row(self, line: _Line) -> Score:
         try:
             return await self._scorers.score_row(await self._read(line))
         except EnvserverError as error:
-            return ScoredRow(error=f"{error.kind}: {error}")
+            return Score(error=f"{error.kind}: {error}")
 
     async def _read(self, line: _Line) -> RowToScore:
         row = _parsed(line.data)
@@ -346,7 +345,7 @@ def _text_of(content: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _count(summary: Summary, line_number: int, scored: ScoredRow) -> None:
+def _count(summary: Summary, line_number: int, scored: Score) -> None:
     summary.rows += 1
     if scored.error is not None:
         summary.errors += 1

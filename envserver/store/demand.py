@@ -211,7 +211,7 @@ class Demand:
 
 
 class StoreOrderSink:
-    """Stores the groups of orders (`rollouts.ordered.GroupSink`): clients fetch them by id, no run
+    """Stores the groups of orders (`rollouts.events.OrderSink`): clients fetch them by id, no run
     leases them, and retention keeps them as long as delivered groups."""
 
     _state: Literal["queued", "dropped"] = "dropped"

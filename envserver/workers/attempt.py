@@ -1,8 +1,7 @@
 """One attempt in a worker: runs the agent and gives the result.
 
-In: the url of the attempt, and its job. Out: the agent's output or a failure, as `result` or, if it
-is large, as one POST to `{url}/result`, after one to `{url}/rewards` if the rollout rewarded turns;
-nothing when the server itself cancelled the attempt before its deadline.
+A large result goes as one POST to `{url}/result`, after one to `{url}/rewards` if the rollout
+rewarded turns; none is given when the server itself cancelled the attempt before its deadline.
 """
 
 from __future__ import annotations
@@ -39,18 +38,14 @@ from ..rollout_interface import HarnessSpec, HarnessTask
 from ..tools.calling import TIMED
 from .failures import ended_by, failure_of, output_of, sendable
 from .harness import CallRecord, harness_task, play
-from .http_client import HttpClient, RequestFailed
 from .messages import MAX_RESULT_BYTES
 from .output import PRINTING
-from .run import AttemptRun, Job
+from .run import AttemptRun, HttpClient, Job, RequestFailed
 
 
 class Instances:
-    """Environments by (reference, config).
-
-    Args:
-        patiently: a context in which blocking the loop is no sign of a hang.
-    """
+    """Environments by (reference, config). `patiently`: a context in which blocking the loop is no
+    sign of a hang."""
 
     def __init__(self, patiently: Callable[[], AbstractContextManager[None]]) -> None:
         self._patiently = patiently
@@ -180,8 +175,6 @@ def _decoded(path: str, text: str) -> bytes:
 
 
 class _NoWorkspace:
-    """Stands for the workspace where the environment has no sandbox."""
-
     def __getattr__(self, name: str) -> Any:
         raise AgentError("This environment has no sandbox to read the agent's files in.")
 
@@ -202,12 +195,8 @@ _JSON_ONLY = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 
 @dataclass(frozen=True)
 class WorkerResources:
-    """Resources shared by the attempts of one worker.
-
-    Args:
-        patiently: a context in which blocking the loop is no sign of a hang.
-        own_process: whether the process is a worker; else it is the server's, under a debugger.
-    """
+    """Shared by the attempts of one worker. `own_process`: whether the process is a worker; else it
+    is the server's, under a debugger."""
 
     http: HttpClient
     instances: Instances
@@ -217,10 +206,8 @@ class WorkerResources:
 
 
 class WorkerAttempt:
-    """`run` it once; `cancel` it at most once with effect, at any time.
-
-    `result`: what it gives to the server, unless it has `posted` it or has none.
-    """
+    """`run` it once; `cancel` it at any time. `result`: what it gives to the server, unless it has
+    `posted` it or has none."""
 
     def __init__(self, rollout_id: str, url: str, job: str, workshop: WorkerResources) -> None:
         self.rollout_id = rollout_id
@@ -276,7 +263,6 @@ class WorkerAttempt:
         self.posted = True
 
     async def _body(self, job: Job, run: AttemptRun) -> bytes | None:
-        """Runs the agent and returns the body to post; None: nothing to post."""
         agent = self._agent = asyncio.create_task(self._output(job, run))
         if self._cancelled:
             agent.cancel()

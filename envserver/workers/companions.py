@@ -1,8 +1,7 @@
 """A companion: a small process in the sandbox of a worker, beside the worker itself.
 
-`Environment.companion` names its function. The process is forked from a Python that has imported
-hardly more than that function's module (`workers.lean`), so it costs a fraction of a fork of the
-worker, and has none of the worker's memory.
+It is forked from a Python that has imported hardly more than the module of its function
+(`Environment.companion`, `workers.lean`), and has none of the worker's memory.
 """
 
 from __future__ import annotations
@@ -18,13 +17,8 @@ _STATUS = struct.Struct("i")
 
 
 class Companion:
-    """The worker's side.
-
-    Args:
-        function: its function, as the environment names it.
-        channel: the function's argument is the other end.
-        status: a pipe on which its parent tells how it ended.
-    """
+    """The worker's side. `channel`: the function's argument is the other end; `status`: a pipe on
+    which its parent tells how it ended."""
 
     def __init__(self, function: str, channel: socket.socket, status: int) -> None:
         self.function = function
@@ -57,7 +51,6 @@ class Companion:
         return not poll.poll(0)
 
     def has_ended(self) -> bool:
-        """Returns whether it has ended and its parent has reported it."""
         poll = select.poll()
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(0))
@@ -70,7 +63,6 @@ class Companion:
 
 
 def wait_to_be_let_in(channel: socket.socket) -> bool:
-    """Waits for the worker's `let_in`; returns whether it came."""
     return channel.recv(1) == _READY
 
 
@@ -90,12 +82,8 @@ def give_companion(companion: Companion) -> None:
 
 
 def take_companion(function: str) -> Companion | None:
-    """Returns the companion of this process, once; None if there is none, one that has died, or
-    another's.
-
-    Args:
-        function: "module:name", as `Environment.companion` has it.
-    """
+    """Returns the companion of this process that runs `function`, once; None if there is none, or
+    it has died."""
     if not _given or _given[0].function != function:
         return None
     companion = _given.pop()

@@ -1,8 +1,4 @@
-"""Runs an agent in this process, for the debugger.
-
-A WorkerPool for one person: no process, no sandbox, no heartbeat. The agent is the environment's
-own code, and speaks to the proxy over HTTP as everywhere.
-"""
+"""Runs an agent in this process, for the debugger: no worker, no sandbox, no heartbeat."""
 
 from __future__ import annotations
 
@@ -17,18 +13,13 @@ from typing import Any
 
 from ..registry import find
 from .attempt import Instances, WorkerAttempt, WorkerResources
-from .http_client import HttpClient
 from .pool import Assignment
-from .run import AttemptRun, Job
+from .run import AttemptRun, HttpClient, Job
 
 
 class DebugPool:
-    """See WorkerPool; one assignment at a time.
-
-    Args:
-        stops: whether the debugger stops in the environment's `rollout`, before its first line;
-            otherwise it stops where the environment calls `breakpoint()`.
-    """
+    """A WorkerPool for one assignment at a time. `stops`: the debugger stops before the first line
+    of `rollout`; otherwise where the environment calls `breakpoint()`."""
 
     def __init__(self, *, stops: bool = True) -> None:
         self._stops = stops
@@ -55,7 +46,6 @@ class DebugPool:
         return _stopped_in(find(env_reference).rollout) if self._stops else nullcontext()
 
     def workers(self) -> dict[str, int]:
-        """See `pool.WorkerPool.workers`. There are none."""
         return {}
 
     def snapshot(self) -> dict[str, Any]:

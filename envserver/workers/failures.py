@@ -1,8 +1,7 @@
 """Converts the error that ended an agent to the failure that its worker posts.
 
 Limits, failures of engines and sandboxes, and rewards that cannot be keep their kind; all else is
-the agent's error, with a traceback (where a framework wrapped one of the former, the server knows:
-the proxy reported it). An error that no further attempt can avoid is marked as a bug.
+the agent's error. An error that no further attempt can avoid is marked as a bug.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _BUGS = (
 def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
-    Args:
-        own_file: traceback entries of this file are left out at the top; they are not the agent's.
+    Traceback entries of `own_file` are left out at the top; they are not the agent's.
     """
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
@@ -67,9 +65,8 @@ def output_of(error: BaseException) -> Any:
 def bug_of(error: BaseException) -> dict[str, str]:
     """Returns the details of an error in the environment's code or setup; nothing for others.
 
-    Returns:
-        `bug`: what happened, its place in the environment's code, and what helps.
-        `missing`: "yes" where a library or a setting is missing, so that nothing can work.
+    `bug`: what happened, its place in the environment's code, and what helps. `missing`: "yes"
+    where a library or a setting is missing, so that nothing can work.
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
         place = place_of(error.__cause__ or error)

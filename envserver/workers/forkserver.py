@@ -2,13 +2,10 @@
 
     server --(fork id + socket, kill id)--> forkserver --(forked, lines, exit)--> server
 
-It imports the worker's code and the environments once, so that a fork is ready in milliseconds.
-Invariants: it dies with the server; a worker's whole process tree dies with the worker (each
-worker adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills
-every child that is not a worker); workers' output never waits for the server to read it.
-
-It runs in its own process (`supervisor` starts it) and never sees a secret: its environment
-variables are an allow-list, its arguments the struct Boot.
+Invariants: it dies with the server; a worker's whole process tree dies with the worker (each worker
+adopts the orphans among its descendants, the forkserver those of a dead worker, and it kills every
+child that is not a worker); workers' output never waits for the server to read it; it never sees a
+secret: its environment variables are an allow-list.
 """
 
 from __future__ import annotations
@@ -105,8 +102,6 @@ def _run_sandboxed(boot: Boot, sandbox: WorkerSandbox, forkserver: Forkserver) -
 
 
 class Forkserver:
-    """The loop of the forkserver process."""
-
     def __init__(
         self,
         boot: Boot,
@@ -120,7 +115,6 @@ class Forkserver:
         self.seen = seen
         """The file view of sandboxed workers; see `sandbox.system.describe`."""
         self._users = users
-        """User ids that no worker uses now."""
         self._control = control
         self._lean = lean if lean is not None and lean.function else None
         self._kept_descriptors = opened_by_imports
@@ -258,7 +252,6 @@ class Forkserver:
     # What happens to workers.
 
     def _read(self, worker: _Worker) -> bool:
-        """Forwards one piece of the worker's output; False if there was none."""
         try:
             data = os.read(worker.output_fd, READ_BYTES)
         except BlockingIOError:
@@ -282,7 +275,6 @@ class Forkserver:
             self._stopping = True
 
     def _look_at_workers(self) -> None:
-        """Ends every worker that exceeds its memory limit; tells what output was dropped."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -297,7 +289,6 @@ class Forkserver:
                 linux.kill(pid)
 
     def _reap(self) -> None:
-        """Reaps every child that has ended; for a worker, kills its process group first."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -345,10 +336,10 @@ class Forkserver:
         try:
             directory.rmdir()
         except OSError:
-            nursery_pid = os.getpid()
+            own_pid = os.getpid()
             pid = os.fork()
             if pid == 0:
-                linux.die_with_parent(nursery_pid, signal.SIGKILL)
+                linux.die_with_parent(own_pid, signal.SIGKILL)
                 shutil.rmtree(directory, ignore_errors=True)
                 os._exit(0)
             self._others.add(pid)
@@ -374,11 +365,8 @@ def _load(function: str, lean: LeanParent | None) -> None:
 
 
 def _preload(references: list[str]) -> set[str]:
-    """Imports what every worker needs.
-
-    Returns:
-        The functions of companions that sandboxed environments name.
-    """
+    """Imports what every worker needs; returns the functions of companions that sandboxed
+    environments name."""
     for name in ("uvloop", "encodings.idna"):  # the second at the first connection
         importlib.import_module(name)
     classes = [registry.find(reference) for reference in references]

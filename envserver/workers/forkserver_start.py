@@ -1,7 +1,6 @@
 """Starts the forkserver: what must be done before it has imported much.
 
-In: the struct `messages.Boot`, as JSON. Out: the forkserver's loop (`forkserver.main`), beside a
-lean parent of companions where workers have namespaces of their own.
+Where workers have namespaces of their own, a lean parent of companions is started beside it.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ def _run(boot_json: str, boot: dict[str, Any]) -> None:
 
 
 def _can_join(backend: str) -> bool:
-    """Returns whether this process may join namespaces of workers.
-
-    An ordinary user has no rights in the namespaces that bubblewrap makes.
-    """
+    """An ordinary user has no rights in the namespaces that bubblewrap makes."""
     if backend == "bubblewrap":
         return os.geteuid() == 0
     return backend in NAMESPACE_BACKENDS

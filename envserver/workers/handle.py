@@ -2,7 +2,7 @@
 
 Life: forked -> (ready, beats, done ...) -> killed by the server or ended by itself -> gone.
 Rollouts that run in it fail when it is gone, not before: no second attempt begins while the first
-may live. Everything here is driven by callbacks of the loop; nothing waits except `run`.
+may live. Callbacks of the loop drive everything; nothing waits except `run`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from envserver_records.errors import (
     ConflictError,
@@ -22,9 +22,13 @@ from envserver_records.errors import (
     WorkerGarbage,
     WorkerHung,
 )
+from envserver_records.framing import FrameReader
 
-from .messages import BEATS_PER_SILENCE, FrameReader, encode
+from .messages import BEATS_PER_SILENCE, MAX_FRAME_BYTES, decode, encode
 from .pool import Assignment
+
+if TYPE_CHECKING:
+    from ..settings.config import WorkersConfig
 
 # A single rollout in the process gets the error. Of several, the known culprits get it and the
 # others are marked as `mate` in the error's detail. If no culprit is known, all are marked as
@@ -48,11 +52,9 @@ class ProcessEnd:
     """How a process ended.
 
     Args:
-        status: from `waitpid`; None: its exit was not observed.
-        output: the end of what it printed; without a status, the reason.
+        status: from `waitpid`; None: its exit was not observed, and `output` says why.
         out_of_memory: the kernel killed some process for lack of memory while it lived, and it
             held no more than `workers.memory_mb` itself.
-        cpu_seconds, peak_memory_mb: usage of the process and the children that it waited for.
     """
 
     status: int | None
@@ -65,7 +67,6 @@ class ProcessEnd:
 def errors_by_rollout(
     rollout_ids: Iterable[str], end: ProcessEnd, reason: KillReason | None
 ) -> dict[str, WorkerError]:
-    """Returns the error of every rollout that was running in a process that is gone."""
     running = list(rollout_ids)
     words, detail = describe(end)
     if reason is None:
@@ -111,8 +112,6 @@ LAST_WORDS_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _RunningRollout:
-    """A rollout in this worker; `done` gets None or a WorkerError."""
-
     assignment: Assignment
     done: asyncio.Future[None]
     timer: asyncio.TimerHandle | None = None
@@ -129,19 +128,14 @@ class _RunningRollout:
 
 
 class WorkerHandle(asyncio.Protocol):
-    """One worker process.
-
-    Args:
-        kill: has the forkserver kill the process and its group.
-        on_gone: called once, when it is gone and its rollouts have their errors.
-    """
+    """One worker process. `kill`: has the forkserver kill the process and its group; `on_gone`:
+    called once, when it is gone and its rollouts have their errors."""
 
     def __init__(
         self,
         worker_id: str,
+        config: WorkersConfig,
         *,
-        kill_grace_seconds: float,
-        heartbeat_seconds: float,
         kill: Callable[[WorkerHandle], None],
         on_gone: Callable[[WorkerHandle], None],
     ) -> None:
@@ -153,20 +147,19 @@ class WorkerHandle(asyncio.Protocol):
         self.stopped = False
         self.gone = asyncio.Event()
         self.rollouts: dict[str, _RunningRollout] = {}
-        self._grace = kill_grace_seconds
+        self._grace = config.kill_grace_seconds
         self._patience_ticks = max(
-            BEATS_PER_SILENCE, round(START_SECONDS * BEATS_PER_SILENCE / heartbeat_seconds)
+            BEATS_PER_SILENCE, round(START_SECONDS * BEATS_PER_SILENCE / config.heartbeat_seconds)
         )
         self._kill = kill
         self._on_gone = on_gone
         self._silent_ticks = 0
-        self._frames = FrameReader()
+        self._frames = FrameReader(MAX_FRAME_BYTES)
         self._transport: asyncio.WriteTransport | None = None
         self._socket_ended = False
 
     @property
     def alive(self) -> bool:
-        """Whether it can take rollouts, as far as is known."""
         ending = self.end or self.reason or self.stopped or self._socket_ended
         return not ending and not self.gone.is_set()
 
@@ -199,7 +192,6 @@ class WorkerHandle(asyncio.Protocol):
         asyncio.get_running_loop().call_later(self._grace, self._kill, self)
 
     def discard(self) -> None:
-        """Discards a handle whose worker was never forked."""
         self.gone.set()
         if self._transport is not None:
             self._transport.abort()
@@ -211,10 +203,8 @@ class WorkerHandle(asyncio.Protocol):
             self._kill(self)
 
     def tick(self) -> None:
-        """Counts a quarter of `heartbeat_seconds` during which the server itself was responsive.
-
-        Counting ticks instead of time keeps a busy server from blaming its workers.
-        """
+        """Counts a quarter of `heartbeat_seconds` during which the server itself was responsive: a
+        busy server must not blame its workers."""
         self._silent_ticks += 1
         if self.ready and self._silent_ticks > BEATS_PER_SILENCE:
             self.kill_for(
@@ -234,15 +224,14 @@ class WorkerHandle(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.WriteTransport, transport
-        )  # uvloop's class is not a subclass
+        # uvloop's class is not a subclass
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._silent_ticks = 0
         try:
-            for frame in self._frames.feed(data):
-                self._take(frame)
+            for body in self._frames.feed(data):
+                self._take(decode(body))
         except ValueError as error:
             message = f"The worker sent garbage on its control socket: {error}."
             self.kill_for(KillReason(WorkerGarbage, message))
@@ -285,10 +274,7 @@ class WorkerHandle(asyncio.Protocol):
         rollout.timer = loop.call_later(self._grace, self._overdue, rollout)
 
     def _overdue(self, rollout: _RunningRollout) -> None:
-        """Kills a worker whose cancelled rollout goes on.
-
-        Blames the rollout only if the worker's event loop is responsive.
-        """
+        """Blames the rollout only if the worker's event loop is responsive."""
         if rollout.done.done():
             return
         blocked = self._silent_ticks > BEATS_PER_SILENCE // 2

@@ -1,8 +1,7 @@
 """Runs the external agent of an attempt (`--agent`) in a sandboxed worker.
 
-In: what the environment says it gets (`HarnessTask`). Out: the rollout's output, read from the
-workspace. How the program ended is judged by the proxy's record, never by its exit code: programs
-exit with 0 after an error. When this returns, nothing of it runs.
+How the program ended is judged by the proxy's record, never by its exit code: programs exit with 0
+after an error. When this returns, nothing of it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import asyncio
 import inspect
 import io
 import os
-import signal
 import stat
 import sys
 import tarfile
@@ -19,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +28,9 @@ from envserver_records.tasks import PublicTask
 
 from ..environment import Environment
 from ..harnesses import harness_of
-from ..harnesses.launch import Launch, Session
+from ..harnesses.programs import Launch, Session
 from ..rollout_interface import HarnessSpec, HarnessTask
+from . import linux
 from .run import AttemptRun
 
 # An environment reads a program's output with the same functions with which it reads that of its
@@ -45,9 +45,8 @@ _ALL_SECONDS = 600.0
 class OwnWorkspace:
     """The `Sandbox` of a worker that itself is in one.
 
-    Args:
-        folder: of the programs; they and environments also know it as /work.
-        home: HOME of programs, beside it; their temporary files are in `tmp` there.
+    `folder`: of the programs, who also know it as /work; `home`: HOME of programs, beside it, with
+    their temporary files in `tmp`.
     """
 
     id = "own"
@@ -77,32 +76,68 @@ class OwnWorkspace:
         limits: SandboxLimits | None = None,
     ) -> ExecResult:
         limits = limits or SandboxLimits(wall_seconds=_ALL_SECONDS, output_kb=8192)
-        kept = children()
+        most = limits.output_kb << 10
         try:
-            program = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                cwd=self._place(cwd),
-                env={**os.environ, **self.variables, **(env or {})},
-                start_new_session=True,
+            status, outputs, in_time = await self.run(
+                argv, self._place(cwd), env or {}, most, limits.wall_seconds, stdin=stdin
             )
         except OSError as error:
             return ExecResult(exit=127, stderr=str(error).encode())
-        most = limits.output_kb << 10
-        outputs = [Kept(most), Kept(most)]
-        killed = not await finished(program, stdin, outputs, limits.wall_seconds, kept)
-        status = program.returncode
-        assert status is not None
         return ExecResult(
             exit=status if status >= 0 else None,
             signal=-status if status < 0 else None,
-            killed_by="wall" if killed else "",
+            killed_by="" if in_time else "wall",
             stdout=outputs[0].data(),
             stderr=outputs[1].data(),
             truncated=any(one.dropped for one in outputs),
         )
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        folder: Path,
+        env: Mapping[str, str],
+        most: int,
+        seconds: float,
+        *,
+        stdin: bytes | None = None,
+        beside: Callable[[asyncio.subprocess.Process], Awaitable[None]] | None = None,
+    ) -> tuple[int, list[Kept], bool]:
+        """Runs a program and ends it with all that it started; OSError: it cannot be started.
+
+        Returns its status, `most` bytes of its standard output and error, and whether it ended by
+        itself in this time. `beside` runs while it does.
+        """
+        kept = linux.children()
+        program = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd=folder,
+            env={**os.environ, **self.variables, **env},
+            start_new_session=True,
+        )
+        outputs, in_time = [Kept(most), Kept(most)], False
+        streams = zip((program.stdout, program.stderr), outputs, strict=True)
+        reading = [asyncio.create_task(_keep(*pair)) for pair in streams]
+        others = [asyncio.create_task(_feed(program.stdin, stdin or b""))]
+        if beside is not None:
+            others.append(asyncio.ensure_future(beside(program)))
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await program.wait()
+                in_time = True
+        finally:
+            with suppress(ProcessLookupError):
+                program.kill()
+            status = await program.wait()
+            await asyncio.to_thread(end_descendants, kept)
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, *reading, return_exceptions=True)
+        return status, outputs, in_time
 
     async def run_python(
         self,
@@ -125,8 +160,7 @@ class OwnWorkspace:
     async def total(self) -> SandboxUsage:
         return SandboxUsage()
 
-    async def close(self) -> None:
-        """The worker ends it."""
+    async def close(self) -> None: ...
 
     def _place(self, path: str) -> Path:
         if path == SANDBOX_WORK or path.startswith(f"{SANDBOX_WORK}/"):
@@ -155,11 +189,7 @@ class OwnWorkspace:
 
 
 class Kept:
-    """The beginning and the end of an output.
-
-    Args:
-        most: bytes that are kept.
-    """
+    """The beginning and the end of an output, `most` bytes together."""
 
     def __init__(self, most: int) -> None:
         self._first, self._last = most - most // 2, most // 2
@@ -179,45 +209,8 @@ class Kept:
         return bytes(self._head + self._tail)
 
     def text(self) -> str:
-        """Returns it for people, with a line that says what is missing."""
         head, tail = (part.decode("utf-8", "replace") for part in (self._head, self._tail))
         return f"{head}\n[cut: {self.dropped} bytes]\n{tail}" if self.dropped else head + tail
-
-
-async def finished(
-    program: asyncio.subprocess.Process,
-    stdin: bytes,
-    outputs: Sequence[Kept],
-    seconds: float,
-    kept: Collection[int],
-) -> bool:
-    """Waits for a program, ends it with all that it started, and reads what it printed.
-
-    Args:
-        outputs: get its standard output and standard error.
-        kept: the other children of this process.
-
-    Returns:
-        Whether it ended by itself in this time.
-    """
-    reading = [
-        asyncio.create_task(_keep(stream, kept))
-        for stream, kept in zip((program.stdout, program.stderr), outputs, strict=True)
-    ]
-    feeding = asyncio.create_task(_feed(program.stdin, stdin))
-    try:
-        async with asyncio.timeout(seconds):
-            await program.wait()
-        return True
-    except TimeoutError:
-        return False
-    finally:
-        with suppress(ProcessLookupError):
-            program.kill()
-        await program.wait()
-        await asyncio.to_thread(end_descendants, kept)
-        feeding.cancel()
-        await asyncio.gather(feeding, *reading, return_exceptions=True)
 
 
 async def _keep(stream: asyncio.StreamReader | None, kept: Kept) -> None:
@@ -236,28 +229,13 @@ async def _feed(stream: asyncio.StreamWriter | None, data: bytes) -> None:
 
 def end_descendants(kept: Collection[int] = ()) -> None:
     """Kills the processes that this worker started, with all that these started."""
-    while ours := [pid for pid in _children(os.getpid()) if pid not in kept]:
-        found = [*ours]
-        for pid in found:
-            found += _children(pid)
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+    while ours := [pid for pid in linux.children() if pid not in kept]:
+        for pid in [*ours, *(below for child in ours for below in linux.descendants(child))]:
+            with suppress(PermissionError):
+                linux.kill(pid)
         for pid in ours:  # their children become ours
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return found
-
-
-def children() -> frozenset[int]:
-    return frozenset(_children(os.getpid()))
 
 
 Ending = Literal["finished", "limit", "timed_out", "crashed", "not_started"]
@@ -277,14 +255,9 @@ _FINAL_LIMITS = ("turns", "tokens", "time", "record")
 
 
 class CallRecord(msgspec.Struct, frozen=True):
-    """What the proxy recorded of an attempt so far (GET record).
-
-    Args:
-        calls: number of calls to the model that were answered.
-        limit: the limit that it was refused for; None: none.
-        text: the model's last words in the main conversation.
-        pending: whether the model's last message there called tools.
-    """
+    """What the proxy recorded of an attempt so far (GET record): the number of `calls` that were
+    answered, the `limit` that the agent was refused for, the model's last `text` in the main
+    conversation, and whether that message called tools (`pending`)."""
 
     calls: int
     limit: str | None
@@ -297,11 +270,8 @@ Record = Callable[[], Awaitable[CallRecord]]
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a program ended.
-
-    Args:
-        status: its exit code, or minus the signal that ended it; None: it could not be started.
-    """
+    """How a program ended. `status`: its exit code, or minus the signal that ended it; None: it
+    could not be started."""
 
     status: int | None
     in_time: bool
@@ -359,10 +329,8 @@ async def harness_task(
 
 
 def _folders() -> tuple[Path, Path]:
-    """Returns the workspace and the program's HOME.
-
-    Where the worker has a file system of its own, the workspace is /work itself.
-    """
+    """Returns the workspace (/work itself where the worker has a file system of its own) and the
+    program's HOME."""
     here = Path.cwd()
     if str(here) == SANDBOX_WORK:
         return here, Path("/tmp/agent")
@@ -396,7 +364,6 @@ def _launch(
 
 
 async def _words(launch: Launch, workspace: OwnWorkspace) -> str:
-    """Returns what the program wrote as its last words; "" if it wrote none."""
     if not launch.words_file:
         return ""
     try:
@@ -418,27 +385,19 @@ async def _run(
     began = time.monotonic()
     left = run.seconds_left
     seconds = left - min(_READING_SECONDS, left * _READING_SHARE)
-    kept = children()
-    outputs = [Kept(spec.output_bytes // 2), Kept(spec.output_bytes // 2)]
     try:
-        program = await asyncio.create_subprocess_exec(
-            *launch.argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            cwd=workspace.folder,
-            env={**os.environ, "PATH": path, **workspace.variables, **launch.env},
-            start_new_session=True,
+        status, outputs, in_time = await workspace.run(
+            launch.argv,
+            workspace.folder,
+            {"PATH": path, **launch.env},
+            spec.output_bytes // 2,
+            seconds,
+            beside=partial(_held_back, record),
         )
     except OSError as error:
         return _Ended(None, True, 0.0, f"{launch.argv[0]}: {error.strerror}")
-    held_back = asyncio.create_task(_held_back(record, program))
-    try:
-        in_time = await finished(program, b"", outputs, seconds, kept)
-    finally:
-        held_back.cancel()
     said = "\n".join(text for text in (one.text() for one in outputs) if text)
-    return _Ended(program.returncode, in_time, time.monotonic() - began, said)
+    return _Ended(status, in_time, time.monotonic() - began, said)
 
 
 async def _held_back(record: Record, program: asyncio.subprocess.Process) -> None:

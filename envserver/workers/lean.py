@@ -44,9 +44,7 @@ _JOINED = (
 class LeanParent:
     """The forkserver's side. Made while the process has one thread and has imported little.
 
-    Args:
-        sandbox: the fields of `WorkerSandbox`.
-        seen: the file view of sandboxed workers; see `sandbox.system.describe`.
+    `sandbox`: the fields of `WorkerSandbox`; `seen`: see `sandbox.system.describe`.
     """
 
     def __init__(self, sandbox: dict[str, Any], seen: dict[str, Any]) -> None:
@@ -78,8 +76,8 @@ class LeanParent:
         return str(error)
 
     def prepare(self) -> tuple[Companion, list[int]]:
-        """Makes both sides of a companion, before its worker is forked: the worker's, and the
-        descriptors for `fork`."""
+        """Makes the worker's side of a companion, before the worker is forked, and the descriptors
+        for `fork`."""
         channel, theirs = socket.socketpair()
         reading, writing = os.pipe()
         return Companion(self.function, channel, reading), [theirs.detach(), writing]
@@ -133,7 +131,6 @@ class _Server:
         self._poll = select.poll()
 
     def run(self) -> None:
-        """Runs until the forkserver closes its end."""
         if os.geteuid() == 0:
             os.setgroups([])  # as workers do: inside it is forbidden
         self._poll.register(self._control, select.POLLIN)
@@ -196,7 +193,6 @@ class _Server:
         self._control.send(json.dumps(message).encode())
 
     def _become(self, worker: int, channel: socket.socket, output: int) -> NoReturn:
-        """Turns this process, just forked, into the companion of `worker` (a pidfd)."""
         try:
             sys.path[:] = self._seen["search_path"]  # the server's may be the worker's to write
             os.setsid()

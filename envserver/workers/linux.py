@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import resource
@@ -18,10 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..descriptors import raise_open_files
-from ..sandbox.linux import lower_limit
+from ..sandbox.linux import PR_SET_CHILD_SUBREAPER, die_with, lower_limit, prctl
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 2**30
 _SPARE_ADDRESS_SPACE_BYTES = 8 * 2**30
 _OPEN_FILES = 512
@@ -56,19 +53,12 @@ for second in range(1, 8):  # what is killed may be starting another
         except OSError:  # it ended meanwhile, or we may not read it (nor kill it)
             continue
 """
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Has the kernel send `number` when the forking thread ends; exits if it has."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+die_with_parent = die_with
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent ends."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children(of: int | None = None) -> list[int]:
@@ -83,29 +73,22 @@ def children(of: int | None = None) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the CPU seconds of a process and its descendants, also of those that it reaped."""
+    """Of a process and its descendants, also of those that it reaped."""
     ticks = sum(map(int, _stat(pid)[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK") + sum(map(cpu_seconds, children(pid)))
 
 
 def kill(pid: int) -> None:
-    """Sends SIGKILL to one process, if it still exists."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def kill_group(leader: int) -> None:
-    """Sends SIGKILL to a process group, if any of it still exists."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def descendants(of: int | None = None) -> list[int]:
-    """Returns the pids of the children of a process (default: this one) and of all below."""
     return [pid for child in children(of) for pid in (child, *descendants(child))]
 
 
@@ -204,7 +187,6 @@ def _mark_programs() -> None:
 
 
 def _kill_at_end(mark: str) -> None:
-    """Starts a process that kills what has `mark` after the end of this one."""
     import subprocess  # not before: it would be in each companion
 
     this = os.pidfd_open(os.getpid())
@@ -224,7 +206,6 @@ def _kill_at_end(mark: str) -> None:
 
 
 def open_descriptors() -> set[int]:
-    """Returns every open file descriptor of this process."""
     found = {int(entry.name) for entry in Path("/proc/self/fd").iterdir()}
     return {fd for fd in found if _is_open(fd)}
 
@@ -239,7 +220,6 @@ def close_all_but(kept: Iterable[int]) -> None:
 
 
 def limit_resources() -> None:
-    """Turns core dumps off and raises the limit of open files, within reason."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     raise_open_files()
 
@@ -277,12 +257,6 @@ def out_of_memory_kills() -> int:
         return 0
     _, _, count = counters.partition(b"\noom_kill ")
     return int(count.partition(b"\n")[0] or 0)
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
 
 
 def _processes() -> list[int]:

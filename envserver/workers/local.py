@@ -1,8 +1,7 @@
-"""The pool of worker processes on this machine.
+"""The pool of worker processes on this machine: warm pooled ones, and one for a rollout alone.
 
-Assignments come in by `run`; each goes to the least loaded of the warm pooled processes, or to a
-process of its own. Invariants: never more than the configured number at a time (the others
-wait in order); a process that is gone is replaced at once; nothing survives the pool.
+Invariants: never more than the configured number at a time (the others wait in order); a process
+that is gone is replaced at once; nothing survives the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from envserver_records.waiting import Backoff
 from .. import registry
 from ..settings.config import WorkersConfig
 from .handle import WorkerHandle
-from .messages import WorkerSandbox
+from .messages import Boot, WorkerSandbox
 from .pool import Assignment, Spent
 from .supervisor import Listen, Supervisor
 
@@ -64,7 +63,6 @@ class LocalPool:
     """A WorkerPool of processes forked from one warm parent. `async with` it.
 
     Args:
-        config: number of processes and their timeouts.
         env_references: environments that the parent imports once; others are imported when needed.
         sandbox: sandbox of every process (each then runs one rollout); None: no sandbox.
         listen: with a sandbox, serves the proxy on a listening socket.
@@ -95,16 +93,13 @@ class LocalPool:
         self._pooled_room = asyncio.Semaphore(config.processes * config.rollouts_per_process)
         self._dedicated_room = asyncio.Semaphore(config.dedicated)
         self._slots = [_Slot() for _ in range(0 if self._sandbox else config.processes)]
-        self._supervisor = Supervisor(
-            self._references,
+        boot = Boot(
+            references=self._references,
             heartbeat_seconds=config.heartbeat_seconds,
-            kill_grace_seconds=config.kill_grace_seconds,
-            on_gone=self._gone,
             sandbox=self._sandbox,
             most_workers=config.dedicated + _SPARE_WORKERS,
-            memory_mb=config.memory_mb,
-            listen=self._listen,
         )
+        self._supervisor = Supervisor(config, boot, self._gone, self._listen)
         await self._supervisor.start()
         self._group = asyncio.TaskGroup()
         await self._group.__aenter__()
@@ -148,7 +143,13 @@ class LocalPool:
                 self._suspect(rollout_id)
             raise
         self._suspects.pop(rollout_id, None)
-        return await _spent(worker) if alone else None
+        if not alone:
+            return None
+        await worker.gone.wait()
+        end = worker.end
+        if end is None or end.status is None:  # its exit was not observed
+            return None
+        return Spent(cpu_seconds=end.cpu_seconds, peak_memory_mb=end.peak_memory_mb)
 
     def workers(self) -> dict[str, int]:
         return {
@@ -159,7 +160,6 @@ class LocalPool:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """Returns current numbers and counts since the start, for the status page."""
         handles = self._supervisor.handles.values() if self._slots else []
         return {
             "processes": len(handles),
@@ -248,12 +248,3 @@ class LocalPool:
         self._suspects[rollout_id] = None
         if len(self._suspects) > MAX_SUSPECTS:
             del self._suspects[next(iter(self._suspects))]
-
-
-async def _spent(worker: WorkerHandle) -> Spent | None:
-    """Resource usage of a stopped worker; None if its exit was not observed."""
-    await worker.gone.wait()
-    end = worker.end
-    if end is None or end.status is None:
-        return None
-    return Spent(cpu_seconds=end.cpu_seconds, peak_memory_mb=end.peak_memory_mb)

@@ -11,8 +11,6 @@ sends stays small, and the first bytes show what is not a frame.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 from envserver_records import framing
 
@@ -23,43 +21,22 @@ MAX_RESULT_BYTES = 32 * 1024
 BEATS_PER_SILENCE = 4
 """Beats in the time after which a silent worker counts as hung."""
 
-_decoder = msgspec.msgpack.Decoder(list[str])
+decode = msgspec.msgpack.Decoder(list[str]).decode
 
 
 def encode(*parts: str) -> bytes:
     return framing.frame(msgspec.msgpack.encode(parts))
 
 
-class FrameReader:
-    """Cuts a stream of bytes into frames.
-
-    Args:
-        max_bytes: of a frame; None: any.
-    """
-
-    def __init__(self, max_bytes: int | None = MAX_FRAME_BYTES) -> None:
-        self._reader = framing.FrameReader(max_bytes)
-
-    def feed(self, data: bytes) -> Iterator[list[str]]:
-        for body in self._reader.feed(data):
-            parts = _decoder.decode(body)
-            if not parts:
-                raise ValueError("a frame cannot be empty")
-            yield parts
-
-
 READ_BYTES = 65536
 
 
 class WorkerSandbox(msgspec.Struct, frozen=True, kw_only=True):
-    """The sandbox of workers.
+    """The sandbox of workers: limits of one with all that it starts.
 
     Args:
-        backend: "namespace", "bubblewrap" or "landlock".
         port: of the proxy, on this machine's loopback.
-        memory_mb: limit of a worker with all that it starts.
         disk_mb, inodes: limits of what it may write.
-        processes: limit of processes and threads.
         reserved_mb: memory that a process may reserve beyond what it uses, as engines of
             JavaScript do.
         shown: folder of this machine that its programs see, read-only, at `outer.PLACE`; with
@@ -82,19 +59,16 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of the forkserver, passed as JSON.
 
     Args:
-        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
-        server_pid: the forkserver ends when this process does.
-        root: directory for the workers' directories; removed at the end.
         references: environments to import now.
         heartbeat_seconds: a worker that is silent for longer is killed.
-        sandbox: sandbox of every worker; None: no sandbox.
-        most_workers: maximum number of live workers.
+        control_fd: of a SOCK_SEQPACKET socket whose other end only the server holds.
+        root: directory for the workers' directories; removed at the end.
     """
 
-    control_fd: int
-    server_pid: int
-    root: str
     references: list[str]
     heartbeat_seconds: float
+    control_fd: int = -1
+    server_pid: int = 0
+    root: str = ""
     sandbox: WorkerSandbox | None = None
     most_workers: int = 1

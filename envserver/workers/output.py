@@ -1,8 +1,7 @@
 """Cuts the output of workers into lines and limits it, so that a flood does not harm the server.
 
-Bytes go in as they come from the pipe. The lines to be logged come out and, at the end, the last
-bytes regardless of the limits (they explain a crash). Neither contains the key of an attempt, or
-control characters.
+The last bytes are kept regardless of the limits (they explain a crash). Neither they nor the lines
+contain the key of an attempt, or control characters.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ class OutputLimiter:
         self._budget = LogBudget(now)
         self._rest = b""
         self._tail = b""
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
         self.dropped_bytes = 0
-        """Bytes dropped since the last `take_dropped`, without line ends."""
+        """Since the last `take_dropped`, without line ends."""
 
     def feed(self, data: bytes, now: float) -> list[str]:
         """Returns the lines that `data` completes, as far as the budget goes."""
@@ -56,10 +55,10 @@ class OutputLimiter:
 
         With `now`, it returns 0 for a second after a report, so that a flood causes few warnings.
         """
-        if not self.dropped_bytes or (now is not None and now < self._told_at + TELL_SECONDS):
+        if not self.dropped_bytes or (now is not None and now < self._reported_at + TELL_SECONDS):
             return 0
         if now is not None:
-            self._told_at = now
+            self._reported_at = now
         dropped, self.dropped_bytes = self.dropped_bytes, 0
         return dropped
 
@@ -99,7 +98,6 @@ class PrintedLines:
         self._begun: dict[Stream, str] = {}
 
     def add(self, stream: Stream, text: str) -> None:
-        """Adds what was written; a line is kept when it is complete."""
         *whole, rest = (self._begun.get(stream, "") + text[-MOST_PRINTED:]).split("\n")
         self._begun[stream] = rest[:_LONGEST_LINE]
         now = time.time()
@@ -132,7 +130,6 @@ class KeptStream(io.TextIOWrapper):
         self._stream: Stream = stream
 
     def write(self, text: str, /) -> int:
-        """Writes `text`, and keeps it for the rollout that prints."""
         lines = PRINTING.get()
         if lines is not None:
             lines.add(self._stream, text)
@@ -140,5 +137,4 @@ class KeptStream(io.TextIOWrapper):
 
 
 def kept_stream(descriptor: int, stream: Stream) -> Any:
-    """Returns a text stream that writes to `descriptor`, line by line."""
     return KeptStream(open(descriptor, "wb", closefd=False), stream)

@@ -1,8 +1,7 @@
 """The interface between the scheduler and whatever runs agents.
 
-An Assignment goes in; when `run` returns, the worker has given the result (or the failure) to
-`take_result`, or posted it to `{url}/result` over HTTP. What a worker gets is the Assignment and
-what its url answers, nothing else; so a pool may run it here, in a container or on another machine.
+What a worker gets is the Assignment and what its url answers, nothing else; so a pool may run it
+here, in a container or on another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         rollout_id: unique among the rollouts that run at the same time.
         url: of the attempt, with its key, without a slash at the end.
-        env_reference: see `registry.find`.
         isolation: "pooled": beside others in a warm process; "dedicated": in its own process;
             "sandboxed": that process also lives in a sandbox.
         deadline: `time.time()` at which the agent is cancelled.

@@ -1,9 +1,7 @@
-"""The worker process: obeys the control socket, sends heartbeats, and runs attempts.
+"""The worker process: obeys the control socket, sends heartbeats, and runs attempts as tasks.
 
-It has one event loop. Frames come in (`frames`), attempts run as concurrent tasks, and a heartbeat
-goes out four times per `heartbeat_seconds` while the loop is responsive, so a blocked loop is
-detected. The worker ends when it is asked to stop, and at once when the server closes its end of
-the socket.
+A heartbeat goes out four times per `heartbeat_seconds` while the event loop is responsive, so a
+blocked loop is detected. The worker ends at once when the server closes its end of the socket.
 """
 
 from __future__ import annotations
@@ -27,20 +25,20 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 import uvloop
+from envserver_records.framing import FrameReader
 
 from . import linux
 from .attempt import Instances, WorkerAttempt, WorkerResources
 from .companions import Companion, give_companion
 from .handle import EXIT_CRASHED
-from .http_client import HttpClient
-from .messages import BEATS_PER_SILENCE, FrameReader, encode
+from .messages import BEATS_PER_SILENCE, decode, encode
 from .output import kept_stream
+from .run import HttpClient
 
 MAX_THREADS = 1024
 
 
 def run_until_stopped(control: socket.socket, *, heartbeat_seconds: float) -> None:
-    """Runs until asked to stop."""
     control.setblocking(True)
     link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
     uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
@@ -56,7 +54,7 @@ class _Link:
     def __init__(self, control: socket.socket, beat_seconds: float) -> None:
         self._control = control
         self._lock = threading.Lock()
-        self._frames = FrameReader(max_bytes=None)
+        self._frames = FrameReader()
         self.beat_seconds = beat_seconds
 
     def fileno(self) -> int:
@@ -79,7 +77,7 @@ class _Link:
             data = b""
         if not data:
             _end_with_the_server()
-        yield from self._frames.feed(data)
+        yield from map(decode, self._frames.feed(data))
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -213,13 +211,9 @@ class WorkerSpec:
     """The data that a forked child needs to become a worker.
 
     Args:
-        control: its socket to the server.
-        output_fd: the pipe for all that it prints.
         directory: its own, for the current directory, HOME and TMPDIR.
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
-        heartbeat_seconds: how long it may say nothing.
-        companion: the process beside it in its sandbox.
     """
 
     control: socket.socket
@@ -235,7 +229,7 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
     """Turns this process, just forked, into a worker; ends with it, running no exit handler."""
     code = EXIT_CRASHED
     try:
-        _leave_the_nursery(spec)
+        _leave_the_forkserver(spec)
         _settle_in(spec)
         run_until_stopped(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
         code = 0
@@ -247,7 +241,7 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
         os._exit(code)
 
 
-def _leave_the_nursery(spec: WorkerSpec) -> None:
+def _leave_the_forkserver(spec: WorkerSpec) -> None:
     """Own session, process group and death pact; no descriptor or handler of the forkserver."""
     os.setsid()
     linux.die_with_parent(spec.parent_pid, signal.SIGKILL)
@@ -267,7 +261,6 @@ def _leave_the_nursery(spec: WorkerSpec) -> None:
 
 
 def _settle_in(spec: WorkerSpec) -> None:
-    """Own directory, unbuffered lines of output, own random numbers, a trace at a crash."""
     os.chdir(spec.directory)
     os.environ["HOME"] = os.environ["TMPDIR"] = str(spec.directory)
     tempfile.tempdir = None

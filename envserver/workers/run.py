@@ -1,13 +1,10 @@
-"""The `run` argument of `rollout`: the Rollout protocol, over HTTP to the proxy.
-
-Model calls, requests to sandboxes and services, log lines and metrics go out; typed errors come
-back. It belongs to one attempt: `finish` closes what it opened and sends the remaining events.
-"""
+"""The `run` argument of `rollout`: the Rollout protocol of one attempt, over HTTP to the proxy."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import sys
 import time
 from collections import deque
@@ -29,7 +26,7 @@ from contextlib import (
     suppress,
 )
 from contextvars import Context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -51,6 +48,7 @@ from envserver_records.timings import MOST_TIMINGS
 
 from ..actions import MAX_STEPS, batch, encode
 from ..environment import NO_REWARDS, Isolation
+from ..models.http_client import HttpError, HttpPool, header, origin_of
 from ..rollout_interface import HarnessSpec, Reply
 from ..sandbox.requests import AskedSandbox, Open, Opened, Received, Send, Start
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
@@ -58,11 +56,88 @@ from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools, open_tools
 from ..tools.mcp_server import serve_tools
 from ..tools.sources import Tools
-from .http_client import Answer, HttpClient, RequestFailed
 from .output import PrintedLines
 
 if TYPE_CHECKING:
     import openai
+
+
+# Workers import no general client: that took a third of the start of their parent.
+
+
+class RequestFailed(Exception):
+    """The server cannot be reached, or closed the connection before its answer. `errno`: of the
+    system's error, if there was one."""
+
+    def __init__(self, message: str, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+
+class Answer(NamedTuple):
+    status: int
+    content: bytes
+
+
+class HttpClient:
+    """A context manager; belongs to the event loop that runs when it is made."""
+
+    def __init__(self) -> None:
+        self._pool = HttpPool(_addresses, _new_socket)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._pool.close()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        body: bytes | None = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        seconds: float,
+    ) -> Answer:
+        """Sends a request to a quoted URL and returns the whole answer, of whatever status."""
+        scheme, _, rest = url.partition("://")
+        place, _, path = rest.partition("/")
+        lines = b"".join(header(name, value) for name, value in (headers or {}).items())
+        try:
+            async with asyncio.timeout(seconds):
+                response = await self._pool.send(
+                    origin_of(f"{scheme}://{place}"), method, f"/{path}", lines, body
+                )
+                try:
+                    parts = []
+                    while part := await response.read():
+                        parts.append(part)
+                finally:
+                    response.release()
+        except HttpError as error:
+            raise RequestFailed(f"{place}: {error}", _errno(error)) from error
+        return Answer(response.status, b"".join(parts))
+
+
+def _errno(error: HttpError) -> int | None:
+    cause = error.__cause__
+    return cause.errno if isinstance(cause, OSError) else None
+
+
+async def _addresses(host: str, port: int) -> list[Any]:
+    """Returns the entries of getaddrinfo; for an address in numbers without starting threads."""
+    with suppress(OSError):
+        numeric = socket.AI_NUMERICHOST
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+    loop = asyncio.get_running_loop()
+    return list(await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+
+
+def _new_socket(address: tuple[Any, ...]) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
 
 
 # Each method is one request. A cancelled request hangs up, and the server ends what it started.
@@ -95,8 +170,6 @@ class RemoteOpening:
 
 
 class RemoteSandbox(AskedSandbox):
-    """See `sandbox_interface.Sandbox`. Made by `open_remote`."""
-
     def __init__(self, post: Post, opened: Opened) -> None:
         self.id = opened.id
         self.isolation = opened.isolation
@@ -116,13 +189,10 @@ class RemoteSandbox(AskedSandbox):
 
 
 async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
-    """Opens a sandbox of this attempt; raises like `Rollout.open_sandbox`."""
     return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
 
 
 class RemoteProgram:
-    """See `sandbox_interface.RunningProgram`. Made by `open_program`."""
-
     def __init__(self, post: Post, sandbox_id: str) -> None:
         self.result: ExecResult | None = None
         self._post = post
@@ -141,14 +211,10 @@ class RemoteProgram:
 async def open_program(
     post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
 ) -> AsyncIterator[RemoteProgram]:
-    """Runs a program in a sandbox of its own; raises like `Rollout.open_program`."""
-    sandbox = await open_remote(post, spec)
-    try:
+    async with RemoteOpening(post, spec) as sandbox:
         start = Start(argv=list(argv), env=dict(env))
         await _answer(post, f"{sandbox.id}/start", start, type(None))
         yield RemoteProgram(post, sandbox.id)
-    finally:
-        await sandbox.close()
 
 
 @contextmanager
@@ -182,11 +248,7 @@ _TRIES = 3
 
 
 class EventUploader:
-    """Sends the events of one attempt; its methods are called on the loop.
-
-    Args:
-        url: of the attempt, with its key.
-    """
+    """Sends the events of one attempt; its methods are called on the loop."""
 
     def __init__(self, rollout_id: str, url: str, http: HttpClient) -> None:
         self._rollout_id = rollout_id
@@ -275,12 +337,9 @@ def _started(work: Any) -> asyncio.Task[None]:
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
-    """Returns when `event` is set, or after `seconds`."""
-    try:
+    with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return
 
 
 AGENT_HEADER = "x-agent"
@@ -305,12 +364,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptRun:
-    """The Rollout of one attempt; `environment.Rollout` documents each member.
-
-    Args:
-        url: of the attempt, with its key.
-        patiently: a context in which a blocked loop does not count as a hang.
-    """
+    """The Rollout of one attempt; `environment.Rollout` documents each member. `url`: of the
+    attempt, with its key."""
 
     def __init__(
         self,
@@ -358,13 +413,7 @@ class AttemptRun:
                 import openai
             # Its own transport, so that an agent may close it; without TLS it costs half a ms.
             transport = openai.DefaultAioHttpClient(verify=self._is_tls, trust_env=False)
-            self._client = openai.AsyncOpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                max_retries=CLIENT_RETRIES,
-                timeout=self.seconds_left,
-                http_client=transport,
-            )
+            self._client = openai.AsyncOpenAI(**self._client_options, http_client=transport)
         return self._client
 
     @property
@@ -373,14 +422,17 @@ class AttemptRun:
             import openai
 
             transport = openai.DefaultHttpxClient(verify=self._is_tls, trust_env=False)
-            self._blocking_client = openai.OpenAI(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                max_retries=CLIENT_RETRIES,
-                timeout=self.seconds_left,
-                http_client=transport,
-            )
+            self._blocking_client = openai.OpenAI(**self._client_options, http_client=transport)
         return self._blocking_client
+
+    @property
+    def _client_options(self) -> dict[str, Any]:
+        return {
+            "base_url": self.base_url,
+            "api_key": self.api_key,
+            "max_retries": CLIENT_RETRIES,
+            "timeout": self.seconds_left,
+        }
 
     async def chat(
         self,
@@ -397,18 +449,15 @@ class AttemptRun:
         body = {"model": self.model, "messages": messages, **sampling}
         if tools is not None:
             body["tools"] = tools
-        return reply_of(await self._ask(orjson.dumps(body), agent))
+        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
+        if agent is not None:
+            headers[AGENT_HEADER] = agent
+        url, data = f"{self.base_url}/chat/completions", orjson.dumps(body)
+        answer = await self._post(url, data, headers, http_errors.MODEL, EngineUnavailable)
+        return reply_of(answer)
 
-    def chat_blocking(
-        self,
-        messages: list[Message],
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        agent: str | None = None,
-        **sampling: Any,
-    ) -> Reply:
-        reply: Reply = self._wait(self.chat(messages, tools=tools, agent=agent, **sampling))
-        return reply
+    def chat_blocking(self, messages: list[Message], **options: Any) -> Reply:
+        return self._wait(self.chat(messages, **options))
 
     async def loop(
         self, messages: list[Message], *, tools: Tools | None = None, **options: Any
@@ -417,11 +466,8 @@ class AttemptRun:
             self, messages, self.tools if tools is None else tools, **options
         )
 
-    def loop_blocking(
-        self, messages: list[Message], *, tools: Tools | None = None, **options: Any
-    ) -> LoopEnd:
-        end: LoopEnd = self._wait(self.loop(messages, tools=tools, **options))
-        return end
+    def loop_blocking(self, messages: list[Message], **options: Any) -> LoopEnd:
+        return self._wait(self.loop(messages, **options))
 
     def tool_called(self, name: str, began: float, seconds: float) -> None:
         if len(self.tool_times) < MOST_TIMINGS:
@@ -471,17 +517,11 @@ class AttemptRun:
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._ended:
             raise _is_over()
-        headers = {"content-type": "application/json"}
+        url, headers = f"{self.tools_url}/{quote(name)}", {"content-type": "application/json"}
+        body = orjson.dumps(arguments)
+        content = await self._post(url, body, headers, http_errors.SERVICE, ServiceError)
         try:
-            answer = await self._post(
-                f"{self.tools_url}/{quote(name)}", orjson.dumps(arguments), headers
-            )
-        except RequestFailed as error:
-            raise ServiceError(f"The server cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.SERVICE.read(*answer)
-        try:
-            return orjson.loads(answer.content)
+            return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise ServiceError(f"The server's answer is not JSON: {error}") from error
 
@@ -522,7 +562,6 @@ class AttemptRun:
             asked.cancel()
 
     async def finish(self) -> None:
-        """Sends the remaining steps and log lines and closes what was opened."""
         await self._uploader.finish()
         if self._client is not None:
             await self._client.close()
@@ -533,44 +572,41 @@ class AttemptRun:
     def _is_tls(self) -> bool:
         return self._url.startswith("https:")
 
-    async def _ask(self, body: bytes, agent: str | None) -> bytes:
-        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
-        if agent is not None:
-            headers[AGENT_HEADER] = agent
-        try:
-            answer = await self._post(f"{self.base_url}/chat/completions", body, headers)
-        except RequestFailed as error:
-            raise EngineUnavailable(f"The model's endpoint cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.MODEL.read(*answer)
-        return answer.content
-
     async def _ask_sandbox(self, path: str, body: bytes) -> bytes:
-        closes = path.endswith("/close")
-        if self._ended and not closes:
+        if self._ended and not path.endswith("/close"):
             raise _is_over()
-        headers = {"content-type": "application/msgpack"}
-        try:
-            answer = await self._post(
-                f"{self._url}/sandbox/{path}", body, headers, more_seconds=CLOSE_SECONDS
-            )
-        except RequestFailed as error:
-            raise SandboxUnavailable(f"The server cannot be reached: {error}") from error
-        if answer.status != 200:
-            raise http_errors.SANDBOX.read(*answer)
-        return answer.content
+        return await self._post(
+            f"{self._url}/sandbox/{path}",
+            body,
+            {"content-type": "application/msgpack"},
+            http_errors.SANDBOX,
+            SandboxUnavailable,
+            more_seconds=CLOSE_SECONDS,
+        )
 
     async def _post(
-        self, url: str, body: bytes, headers: Mapping[str, str], *, more_seconds: float = 0.0
-    ) -> Answer:
-        """Asks the server, until `more_seconds` after the deadline."""
+        self,
+        url: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        errors: http_errors.ErrorReader,
+        unreachable: type[EnvserverError],
+        *,
+        more_seconds: float = 0.0,
+    ) -> bytes:
+        """Returns a good answer of the server; waits until `more_seconds` after the deadline."""
         seconds = max(self.seconds_left + more_seconds, 0.001)
         try:
-            return await self._http.request("POST", url, body, headers=headers, seconds=seconds)
+            answer = await self._http.request("POST", url, body, headers=headers, seconds=seconds)
         except TimeoutError:
             raise _is_over() from None
+        except RequestFailed as error:
+            raise unreachable(f"{errors.endpoint} cannot be reached: {error}") from error
+        if answer.status != 200:
+            raise errors.read(*answer)
+        return answer.content
 
-    def _wait(self, request: Coroutine[Any, Any, Any]) -> Any:
+    def _wait(self, request: Coroutine[Any, Any, T]) -> T:
         asked = asyncio.run_coroutine_threadsafe(request, self._loop)
         self._asked_from_threads.add(asked)
         try:

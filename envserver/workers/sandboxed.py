@@ -94,7 +94,6 @@ class Watch:
 
 
 def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
-    """Runs in the fork: confines the process, then runs the worker."""
     try:
         os.dup2(spec.output_fd, 1)
         os.dup2(spec.output_fd, 2)

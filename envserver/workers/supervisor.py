@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import os
 import shutil
 import socket
@@ -29,9 +28,10 @@ from envserver_records.waiting import Backoff
 from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
 from ..sandbox.places import temporary_folder
 from ..sandbox.wire import NAMESPACE_BACKENDS
+from ..settings.config import WorkersConfig
 from . import linux
 from .handle import ProcessEnd, WorkerHandle
-from .messages import BEATS_PER_SILENCE, READ_BYTES, Boot, WorkerSandbox
+from .messages import BEATS_PER_SILENCE, READ_BYTES, Boot
 from .output import OutputLimiter
 
 # The kernel ends a forkserver with the thread that started it, so the event loop needs a lasting
@@ -68,10 +68,9 @@ def environment_variables(server: Mapping[str, str], home: str) -> dict[str, str
 
 
 class ForkserverProcess:
-    """One forkserver, in the interpreter of the first environment.
+    """One forkserver, in the interpreter of the first environment; several share one interpreter.
 
     Args:
-        references: environments to import; several share one interpreter.
         on_message: gets each message about a worker: ["forked", id, pid],
             ["lines", id, lines, dropped bytes], ["listening", id, a listening socket of its
             network] or ["exit", id, status, last output, whether memory ran out,
@@ -80,19 +79,9 @@ class ForkserverProcess:
     """
 
     def __init__(
-        self,
-        references: list[str],
-        *,
-        heartbeat_seconds: float,
-        sandbox: WorkerSandbox | None,
-        most_workers: int,
-        on_message: Callable[[list[Any]], None],
-        on_gone: Callable[[], None],
+        self, boot: Boot, on_message: Callable[[list[Any]], None], on_gone: Callable[[], None]
     ) -> None:
-        self._references = references
-        self._heartbeat_seconds = heartbeat_seconds
-        self._sandbox = sandbox
-        self._most_workers = most_workers
+        self._boot = boot
         self._on_message = on_message
         self._on_gone = on_gone
         self._loop = asyncio.get_running_loop()
@@ -109,8 +98,8 @@ class ForkserverProcess:
         except BaseException as error:
             await self.close()
             if isinstance(error, TimeoutError):
-                message = f"Importing {', '.join(self._references)} took over {IMPORT_SECONDS} s."
-                raise ConfigError(message) from None
+                references = ", ".join(self._boot.references)
+                raise ConfigError(f"Importing {references} took over {IMPORT_SECONDS} s.") from None
             raise
 
     def _spawn(self) -> None:
@@ -119,23 +108,17 @@ class ForkserverProcess:
         self._control.setblocking(False)
         self._output, output = os.pipe()
         os.set_blocking(self._output, False)
-        boot = Boot(
-            control_fd=theirs.fileno(),
-            server_pid=os.getpid(),
-            root=self.root,
-            references=self._references,
-            heartbeat_seconds=self._heartbeat_seconds,
-            sandbox=self._sandbox,
-            most_workers=self._most_workers,
+        boot = msgspec.structs.replace(
+            self._boot, control_fd=theirs.fileno(), server_pid=os.getpid(), root=self.root
         )
         variables = environment_variables(os.environ, self.root)
-        own = interpreter_of(self._references[0]) if self._references else None
+        own = interpreter_of(boot.references[0]) if boot.references else None
         if own is None:
             python, path = sys.executable, [str(Path(entry).absolute()) for entry in sys.path]
         else:
             python, path = own.executable, own.search_path
             variables = {n: v for n, v in variables.items() if n not in PYTHON_VARIABLES}
-        if self._sandbox is not None and self._sandbox.backend in NAMESPACE_BACKENDS:
+        if boot.sandbox is not None and boot.sandbox.backend in NAMESPACE_BACKENDS:
             variables |= _ONE_HEAP
         self._process = subprocess.Popen(
             [python, "-c", _START, orjson.dumps(path).decode(), msgspec.json.encode(boot).decode()],
@@ -281,34 +264,22 @@ class Supervisor:
     """Manages the processes of one pool.
 
     Args:
-        references: environments to import once.
+        boot: arguments of the forkserver, without those of a single one.
         on_gone: called once for every worker, when it is gone.
-        sandbox: sandbox of every worker; None: no sandbox.
-        most_workers: maximum number of live workers.
-        memory_mb: a worker that the kernel kills above it is itself the cause, not the machine.
         listen: serves the proxy on a listening socket, until the returned server is closed.
     """
 
     def __init__(
         self,
-        references: list[str],
-        *,
-        heartbeat_seconds: float,
-        kill_grace_seconds: float,
+        config: WorkersConfig,
+        boot: Boot,
         on_gone: Callable[[WorkerHandle], None],
-        sandbox: WorkerSandbox | None = None,
-        most_workers: int = 1,
-        memory_mb: float = math.inf,
         listen: Listen | None = None,
     ) -> None:
         self.handles: dict[str, WorkerHandle] = {}
-        self._references = references
-        self._heartbeat_seconds = heartbeat_seconds
-        self._kill_grace_seconds = kill_grace_seconds
+        self._config = config
+        self._boot = boot
         self._on_gone = on_gone
-        self._sandbox = sandbox
-        self._most_workers = most_workers
-        self._memory_mb = memory_mb
         self._listen = listen
         self._listening: dict[str, asyncio.Task[asyncio.AbstractServer]] = {}
         self._ids = itertools.count(1)
@@ -317,24 +288,16 @@ class Supervisor:
 
     async def start(self) -> None:
         self._lost.clear()
-        self._nursery = ForkserverProcess(
-            self._references,
-            heartbeat_seconds=self._heartbeat_seconds,
-            sandbox=self._sandbox,
-            most_workers=self._most_workers,
-            on_message=self._hear,
-            on_gone=self._nursery_gone,
-        )
-        await self._nursery.start()
+        self._forkserver = ForkserverProcess(self._boot, self._hear, self._forkserver_gone)
+        await self._forkserver.start()
         if not self._lost.is_set():
             self._up.set()
 
     async def keep(self) -> None:
-        """Restarts the forkserver whenever it is gone, until cancelled."""
         failures = 0
         while True:
             await self._lost.wait()
-            await self._nursery.close()
+            await self._forkserver.close()
             await asyncio.sleep(_BACKOFF.seconds(failures))
             try:
                 await self.start()
@@ -345,9 +308,8 @@ class Supervisor:
                 self._lost.set()
 
     async def watch(self) -> None:
-        """Checks the heartbeats of all workers, until cancelled."""
         while True:
-            await asyncio.sleep(self._heartbeat_seconds / BEATS_PER_SILENCE)
+            await asyncio.sleep(self._config.heartbeat_seconds / BEATS_PER_SILENCE)
             for handle in list(self.handles.values()):
                 handle.tick()
 
@@ -355,8 +317,7 @@ class Supervisor:
         """Forks a worker that takes rollouts at once; waits while there is no forkserver."""
         handle = WorkerHandle(
             f"worker-{next(self._ids)}",
-            kill_grace_seconds=self._kill_grace_seconds,
-            heartbeat_seconds=self._heartbeat_seconds,
+            self._config,
             kill=self._kill,
             on_gone=self._gone,
         )
@@ -375,7 +336,7 @@ class Supervisor:
             handle.discard()
             raise
         self.handles[handle.id] = handle
-        self._nursery.fork(handle.id, theirs)
+        self._forkserver.fork(handle.id, theirs)
         return handle
 
     async def stop(self) -> None:
@@ -385,13 +346,13 @@ class Supervisor:
         for handle in handles:
             handle.stop()
         try:
-            async with asyncio.timeout(self._kill_grace_seconds + KILL_SECONDS):
+            async with asyncio.timeout(self._config.kill_grace_seconds + KILL_SECONDS):
                 for handle in handles:
                     await handle.gone.wait()
         except TimeoutError:
             _log.warning("workers_do_not_end", workers=list(self.handles))
         finally:
-            await self._nursery.close()
+            await self._forkserver.close()
             self._end_all("the pool was closed")
 
     def _hear(self, message: list[Any]) -> None:
@@ -410,7 +371,8 @@ class Supervisor:
                 self._serve_on(worker_id, *facts)
             case "exit":
                 end = ProcessEnd(*facts)
-                starved = end.out_of_memory and end.peak_memory_mb < self._memory_mb
+                # One that the kernel kills above its limit is itself the cause, not the machine.
+                starved = end.out_of_memory and end.peak_memory_mb < self._config.memory_mb
                 handle.ended(replace(end, out_of_memory=starved))
 
     def _serve_on(self, worker_id: str, listener: socket.socket) -> None:
@@ -422,16 +384,14 @@ class Supervisor:
 
     def _stop_serving(self, worker_id: str) -> None:
         task = self._listening.pop(worker_id, None)
-        if task is None:
-            return
-        if not task.cancel():
+        if task is not None and not task.cancel():
             task.result().close()
 
     def _kill(self, handle: WorkerHandle) -> None:
         if handle.gone.is_set():
             return
-        self._nursery.kill(handle.id)
-        asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._nursery)
+        self._forkserver.kill(handle.id)
+        asyncio.get_running_loop().call_later(KILL_SECONDS, self._insist, handle, self._forkserver)
 
     def _insist(self, handle: WorkerHandle, forkserver: ForkserverProcess) -> None:
         if handle.end is None:
@@ -443,7 +403,7 @@ class Supervisor:
         self._stop_serving(handle.id)
         self._on_gone(handle)
 
-    def _nursery_gone(self) -> None:
+    def _forkserver_gone(self) -> None:
         self._up.clear()
         self._lost.set()
         _log.error("forkserver_ended", workers=len(self.handles))

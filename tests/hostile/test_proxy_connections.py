@@ -26,7 +26,7 @@ from support.waiting import PATIENCE, until
 from envserver import ServerConfig, Settings, Task
 from envserver.http.proxy_server import serve_proxy
 from envserver.registry import find
-from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
+from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
 from envserver.running.metrics import PartsNumbers
@@ -60,12 +60,8 @@ async def server() -> AsyncIterator[RolloutContext]:
 async def run(parts: RolloutContext, do: str, seconds: float = 300) -> Finished:
     spec = attempt_spec(parts, Task("t", {"do": do}), f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
+        parts,
         msgspec.structs.replace(spec, deadline=time.time() + seconds),
-        proxy=parts.proxy,
-        proxy_url=parts.proxy_url,
-        pool=parts.pool,
-        actions=parts.actions,
-        staleness=StalenessMonitor(None),
     )
 
 
@@ -97,7 +93,7 @@ async def honest(parts: RolloutContext, rollouts: int = 6) -> None:
     for finished in await asyncio.gather(*(run(parts, "chat") for _ in range(rollouts))):
         assert finished.result.limit is None
         assert finished.result.output
-        assert finished.flags == []
+        assert finished.trajectory.flags == []
 
 
 @in_module

@@ -10,7 +10,7 @@ import pytest
 from envserver import ConfigError, NotFoundError
 from envserver.harnesses import HARNESSES, harness_of
 from envserver.harnesses.installing import agents_folder, install, version_in
-from envserver.harnesses.launch import Launch, Session
+from envserver.harnesses.programs import Launch, Session
 from envserver.rollout_interface import HarnessSpec
 from envserver.running.context import chosen_harness
 from envserver.settings.runs import HarnessConfig

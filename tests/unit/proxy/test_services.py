@@ -40,8 +40,7 @@ from envserver.registry.service_host import Request, _Host, send
 from envserver.rollout_interface import HookBug, ModelCall
 from envserver.rollouts.attempt import ending_limit
 from envserver.tools.serving import services_of
-from envserver.workers.http_client import HttpClient
-from envserver.workers.run import AttemptRun, Job
+from envserver.workers.run import AttemptRun, HttpClient, Job
 
 CASES = cases_of(__file__)
 

@@ -60,6 +60,7 @@ from envserver.rollouts.policy import (
 from envserver.rollouts.scheduler import Scheduler
 from envserver.rollouts.stream import GroupRequest
 from envserver.tokens.builder import build
+from envserver.settings.section import EnvironmentConfig
 from envserver.tokens.flags import Actions
 
 VERSIONS = st.integers(-1, 20)
@@ -194,7 +195,8 @@ def test_a_group_that_is_finished_too_old_is_dropped_where_that_is_declared(
     rollouts = RolloutsConfig.model_validate(
         {"max_staleness_at_delivery": most, "stale_groups": policy}
     )
-    rules = rules_of(rollouts, size=2, drop_zero_variance=True, max_token_length=99)
+    config = EnvironmentConfig(group_size=2, max_token_length=99)
+    rules = rules_of(rollouts, config, drop_zero_variance=True)
     drop = judge_group(group(oldest), rules, version)
     if policy == "drop" and is_stale(oldest, version, most):
         assert drop is not None

@@ -37,7 +37,7 @@ from envserver import (
 )
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.registry import find
-from envserver.rollouts.attempt import Finished, StalenessMonitor, run_attempt
+from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
 from envserver.running import rollout_context
 from envserver.sandbox import Open
@@ -82,14 +82,10 @@ async def run(
 ) -> Finished:
     spec = attempt_spec(parts, Task("t", {"do": do, "marker": marker}), f"{do}-{next(_numbers)}", 1)
     return await run_attempt(
+        parts,
         msgspec.structs.replace(
             spec, deadline=time.time() + seconds, isolation=isolation or parts.isolation
         ),
-        proxy=parts.proxy,
-        proxy_url=parts.proxy_url,
-        pool=parts.pool,
-        actions=parts.actions,
-        staleness=StalenessMonitor(None),
     )
 
 
@@ -115,12 +111,12 @@ async def test_an_agent_uses_a_sandbox_and_what_it_used_is_told(zoo: RolloutCont
     assert output["summed"] == "42 ['a']\n"
     assert output["color"] == "blue\n"
     assert output["backend"] == "namespace"
-    used = finished.usage.sandbox
+    used = finished.trajectory.usage.sandbox
     assert used is not None
     assert used.executions == output["executions"] == 3
     assert used.cpu_seconds > 0 and used.peak_memory_mb > 1 and used.written_bytes > 0
-    assert finished.usage.ended_by == "agent"
-    assert unpack(pack(finished.usage), Usage) == finished.usage
+    assert finished.trajectory.usage.ended_by == "agent"
+    assert unpack(pack(finished.trajectory.usage), Usage) == finished.trajectory.usage
 
 
 @pytest.mark.parametrize("isolation", ["pooled", "dedicated"])
@@ -129,9 +125,9 @@ async def test_what_an_agent_leaves_open_is_closed(zoo: RolloutContext, isolatio
     finished = await run(zoo, "leave_open", marker, isolation=isolation)
     assert finished.result.output == "left"
     assert alive_with(marker) == []
-    assert finished.usage.sandbox is not None
-    assert finished.usage.sandbox.executions == 2
-    assert finished.usage.sandbox.killed == {"cancelled": 1}, finished.usage
+    assert finished.trajectory.usage.sandbox is not None
+    assert finished.trajectory.usage.sandbox.executions == 2
+    assert finished.trajectory.usage.sandbox.killed == {"cancelled": 1}, finished.trajectory.usage
 
 
 async def test_sandboxes_end_with_a_worker_that_is_killed(zoo: RolloutContext) -> None:
@@ -155,12 +151,12 @@ async def test_a_program_that_runs_at_the_deadline_is_the_models(zoo: RolloutCon
             finished = await run(zoo, "overrun", marker, seconds=seconds)
         except SandboxUnavailable:  # on a busy machine none was made in that time
             return None
-        used = finished.usage.sandbox
+        used = finished.trajectory.usage.sandbox
         return finished if used is not None and used.executions == 1 else None
 
     finished = await with_enough_time(overrun)
     assert (finished.result.limit, finished.result.truncated) == ("time", True)
-    assert finished.usage.ended_by == "time"
+    assert finished.trajectory.usage.ended_by == "time"
     assert alive_with(marker) == []
 
 
@@ -203,7 +199,7 @@ async def test_agents_that_do_not_use_asyncio() -> None:
     async with house("Plain") as parts:
         finished = await run(parts, "")
         assert finished.result.output == ["121", "42\n", 2]
-        usage = finished.usage
+        usage = finished.trajectory.usage
         assert usage.sandbox is not None
         # Its process was its own, so what that used is known, too.
         assert usage.worker_cpu_seconds is not None and usage.worker_cpu_seconds > 0
@@ -215,8 +211,11 @@ async def test_agents_that_live_behind_the_wall_themselves() -> None:
     async with house("Sandboxed") as parts:
         finished = await run(parts, "sums")
         assert finished.result.output["summed"] == "42 ['a']\n"
-        assert finished.usage.sandbox is not None and finished.usage.sandbox.executions == 3
-        assert finished.usage.worker_cpu_seconds is not None
+        assert (
+            finished.trajectory.usage.sandbox is not None
+            and finished.trajectory.usage.sandbox.executions == 3
+        )
+        assert finished.trajectory.usage.worker_cpu_seconds is not None
         with pytest.raises(WorkerDied):
             await run(parts, "die", marker)
         await until(lambda: not alive_with(marker))
@@ -228,7 +227,7 @@ async def test_without_a_declaration_there_is_none_and_nothing_is_started() -> N
         finished = await run(parts, "")
         assert set(supervisors()) == before
     assert finished.result.output.startswith("This environment declares no sandbox.")
-    assert finished.usage.sandbox is None
+    assert finished.trajectory.usage.sandbox is None
 
 
 # What is not the model's fault.
@@ -290,7 +289,7 @@ async def test_who_gets_no_room_in_time_is_tried_again(tmp_path: Path) -> None:
         assert not second.exists()
         holding.cancel()
         await asyncio.wait({holding})
-        assert (await run(parts, "sums")).usage.sandbox is not None
+        assert (await run(parts, "sums")).trajectory.usage.sandbox is not None
 
 
 async def scored(

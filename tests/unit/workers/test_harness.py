@@ -19,8 +19,8 @@ from support.process_tree import alive_with
 import envserver
 from envserver import ConfigError, NotFoundError, ProcessResult
 from envserver.workers.harness import CallRecord, Ending, ending_of
-from envserver.workers.http_client import Answer, HttpClient, RequestFailed
 from envserver.workers.output import OutputLimiter
+from envserver.workers.run import Answer, HttpClient, RequestFailed
 
 SUPPORT = Path(__file__).parents[2] / "support"
 ERRAND = str(SUPPORT / "harness_env.py")
