@@ -109,7 +109,7 @@ def read_catalogue(path: Path) -> dict[str, ModelEntry]:
 
 
 def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> ModelEntry:
-    """Returns the entry `name`, or a new one for the folder or hub model that it means."""
+    """The entry `name`, or a new one for the folder or hub model that it means."""
     entry = catalogue.get(name) or _unlisted(name)
     if entry is None:
         near = difflib.get_close_matches(name, catalogue, n=1, cutoff=0.5)
@@ -214,7 +214,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
 
 
 def find_tokenizer(name: str) -> Path:
-    """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub."""
+    """`name`: a local folder, or a model on the hub."""
     if folder := tokenizer_here(name, Path(name)):
         return folder
     fetched = _fetch(name)
@@ -224,14 +224,14 @@ def find_tokenizer(name: str) -> Path:
 
 
 def tokenizer_here(name: str, *folders: Path) -> Path | None:
-    """Returns the first of `folders` with a tokenizer, else the one of the model in the cache."""
+    """The first of `folders` with a tokenizer, else the one of the model in the cache."""
     places = [*folders, *_cached(name)] if name else []
     found = (folder for folder in places if (folder / _TOKENIZER).is_file())
     return next((folder.absolute() for folder in found), None)
 
 
 def _lack(folder: Path) -> str:
-    """Returns what is missing for rendering here, or ""."""
+    """What is missing for rendering here, or ""."""
     if not (folder / _TOKENIZER).is_file():
         return f"no {_TOKENIZER}"
     if any((folder / name).is_file() for name in _TEMPLATES):
@@ -288,16 +288,15 @@ def _fetch(name: str) -> ModelFiles:
 
 
 def without_folders(text: str) -> str:
-    """Returns `text` with only the last part of each path: what may leave this machine."""
+    """`text` with only the last part of each path: what may leave this machine."""
     return _PATH.sub(r"\1", text)
 
 
 def model_source(root: str | None, folder: Path | None = None) -> dict[str, str]:
-    """Returns the name of the files that an engine serves, and their revision if known.
+    """The name of the files that an engine serves, and their revision if known.
 
-    Args:
-        root: a name on the hub or a path (of which the last part is used), as the engine reports
-        it. folder: where its tokenizer was found here.
+    `root` is a name on the hub or a path (of which the last part is used), as the engine reports
+    it; `folder` is where its tokenizer was found here.
     """
     if not root:
         return {}

@@ -82,7 +82,7 @@ class EngineAddresses:
         self._trusted.add(_place(url))
 
     def gets_key(self, url: str) -> bool:
-        """Returns whether the settings name the host of `url`, so that it may have the key."""
+        """Whether the settings name the host of `url`, so that it may have the key."""
         return not self.is_checked(*_place(url))
 
     async def check(self, url: str) -> None:
@@ -106,7 +106,7 @@ class EngineAddresses:
             raise _refused(host)
 
     def may_be(self, address: str) -> bool:
-        """Returns whether a host that the settings do not name may have this address."""
+        """Whether a host that the settings do not name may have this address."""
         known = _plain(address)
         if known is None:
             return False
@@ -118,7 +118,7 @@ class EngineAddresses:
         return not (is_service or known.is_multicast or known.is_unspecified or known.is_reserved)
 
     def is_checked(self, host: str, port: int) -> bool:
-        """Returns whether addresses of `host` are checked: the settings do not name it."""
+        """Whether addresses of `host` are checked: the settings do not name it."""
         return not ((host, port) in self._trusted or self._names_host(host))
 
     def _names_host(self, host: str) -> bool:
@@ -138,7 +138,7 @@ def _place(url: str) -> tuple[str, int]:
 
 
 def _plain(address: str) -> Address | None:
-    """Returns the address, as IPv4 if it is mapped to IPv6; None if it is not an address."""
+    """The address, as IPv4 if it is mapped to IPv6; None if it is not an address."""
     try:
         known: Address = ipaddress.ip_address(address)
     except ValueError:
@@ -178,7 +178,7 @@ _MOST_WRITTEN = 254
 
 
 def nests_too_deeply(data: bytes, value: Any) -> bool:
-    """Returns whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
+    """Whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
 
     Writing it inside enough lists to leave MAX_NESTING levels is faster than walking through it:
     answers with logprobs have a hundred objects.
@@ -209,7 +209,7 @@ _HINTS = {
 
 
 class Decoder:
-    """Decodes the answers of an engine; `key` is removed from all messages."""
+    """`key` is removed from all messages."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -220,11 +220,9 @@ class Decoder:
         JSON is strict, with finite numbers: an engine that writes NaN for a logprob has computed
         nothing to train on.
 
-        Args:
-            form: a TypedDict of the fields that are read, with `error` and `object`. If the data
-            has
-                this form, other fields are skipped, at half the cost; else all are decoded.
-                Integers of over 64 bits do not fit it.
+        `form` is a TypedDict of the fields that are read, with `error` and `object`. If the data
+        has this form, other fields are skipped, at half the cost; else all are decoded. Integers of
+        over 64 bits do not fit it.
         """
         try:
             answer = None if form is None else _of_form(data, form)
@@ -256,14 +254,12 @@ class Decoder:
         return kind(f"The engine failed (HTTP {status}): {self.words(data)}", status=status)
 
     def words(self, data: bytes) -> str:
-        """Returns the engine's error message, shortened and without its key."""
+        """The engine's error message, shortened and without its key."""
         return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
 
     def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
-        """Lists the models in an answer to `/v1/models`, names near `wanted` first.
-
-        Returns "" if it lists none, or `wanted` itself.
-        """
+        """Lists the models in an answer to `/v1/models`, names near `wanted` first; "" if it lists
+        none, or `wanted` itself."""
         names = [self._without_key(name) for name in model_names(answer)]
         if not names or wanted in names:
             return ""
@@ -289,7 +285,7 @@ def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
 
 
 def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
-    """Returns the fields of `form` in `data`; None if it has another form."""
+    """The fields of `form` in `data`; None if it has another form."""
     try:
         found: dict[str, Any] = _decoder_of(form).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -298,12 +294,12 @@ def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
 
 
 def is_refusal(status: int) -> bool:
-    """Returns whether the request is at fault, so that every replica would refuse it."""
+    """Whether the request is at fault, so that every replica would refuse it."""
     return 400 <= status < 500 and status not in (408, 429)
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Returns the seconds of a Retry-After header (a number or a date); 0 without a usable one."""
+    """The seconds of a Retry-After header (a number or a date); 0 without a usable one."""
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value[:9])
@@ -317,7 +313,6 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def first_model(answer: dict[str, Any]) -> str:
-    """Returns the first model's name in an answer to `/v1/models`."""
     names = model_names(answer)
     if not names:
         raise EngineGarbage("The engine lists no model.", hint="Set openai.model_name.")
@@ -325,7 +320,7 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 def model_names(answer: dict[str, Any]) -> list[str]:
-    """Returns the models' names in an answer to `/v1/models`, without malformed entries."""
+    """The models' names in an answer to `/v1/models`, without malformed entries."""
     models = answer.get("data")
     ids = (
         [one.get("id") for one in models if isinstance(one, dict)]
@@ -340,7 +335,6 @@ def _shortened(text: str, characters: int) -> str:
 
 
 def _error_message(data: bytes) -> str:
-    """Extracts the message of an error body, in any of the forms that servers use."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -389,12 +383,7 @@ class RetryableError(Exception):
 
 
 class Connections:
-    """The connections to all replicas; use with `async with`.
-
-    Args:
-        key: sent to the replicas that may have it.
-        addresses: which addresses names may have.
-    """
+    """The connections to all replicas; `key` is sent to those that may have it."""
 
     def __init__(self, key: str, decoder: Decoder, addresses: EngineAddresses) -> None:
         self._headers = b"content-type: application/json\r\n"
@@ -425,7 +414,7 @@ class Connections:
         return Exchange(self._pool, replica, (method, path, headers, payload))
 
     async def check(self, replica: Replica, response: Response) -> None:
-        """Returns if the status of `response` is 2xx."""
+        """Raises unless the status of `response` is 2xx."""
         status = response.status
         if 200 <= status < 300:
             return
@@ -450,8 +439,6 @@ class Connections:
 
 
 class Exchange:
-    """One request, and its answer while it is read."""
-
     def __init__(
         self, pool: HttpPool, replica: Replica, request: tuple[str, str, bytes, bytes | None]
     ) -> None:
@@ -474,7 +461,6 @@ class Exchange:
 
 
 async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
-    """Reads the whole body, of at most `max_bytes`."""
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
@@ -487,7 +473,6 @@ async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes
 
 @contextmanager
 def typed(replica: Replica) -> Iterator[None]:
-    """Turns the HTTP client's errors into `RetryableError`."""
     try:
         yield
     except HttpError as error:
@@ -510,7 +495,6 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
-    """Awaits `work` until the loop's time is `deadline`."""
     async with asyncio.timeout_at(deadline):
         return await work
 
@@ -579,7 +563,7 @@ class SseParser:
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the data of every event that `chunk` completes."""
+        """The data of every event that `chunk` completes."""
         # A line that has no end yet is put together only once: it may come in thousands of chunks.
         undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))
         self._keep(chunk)

@@ -1,9 +1,8 @@
 """Engines that come and go while a server runs.
 
-In: addresses, from POST /v1/engines, a watched file or the server that a runner has joined; their
-policy versions; the results of `check`. Out: the replicas of an `OpenAIEngine`. Each gets calls
-only once it was found to be the same engine as the others, and while its weights are current. An
-engine that went away is checked again, and its version must be reported again.
+They are registered by POST /v1/engines, a watched file or the server that a runner has joined. Each
+gets calls only once `check` found it to be the same engine as the others, and while its weights are
+current. An engine that went away is checked again, and its version must be reported again.
 """
 
 from __future__ import annotations
@@ -40,12 +39,8 @@ from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id
 
 Check = Callable[[Replica], Coroutine[Any, Any, None]]
-"""Checks the engine of a replica.
-
-Raises:
-    ConfigError: it is another engine than the others, or not exact; the message says why.
-    EngineError: it does not answer, or refuses.
-"""
+"""Raises ConfigError: it is another engine than the others, or not exact; EngineError: it does not
+answer, or refuses."""
 
 MOST_ENGINES: Final = 1024
 _AGAIN: Final = Backoff(first_seconds=0.5, max_seconds=30.0)
@@ -56,11 +51,10 @@ _log = structlog.get_logger("envserver.engine")
 
 
 class Fleet:
-    """The engines of `engine` that come and go; use with `async with`, within the engine's.
+    """The engines of `engine` that come and go; use within the engine's context.
 
     Args:
-        check: see `Check`.
-        confirm: the same with one request, for an engine that was admitted; default: `check`.
+        confirm: `check` with one request, for an engine that was admitted.
         changed: called after each change that others should know.
     """
 
@@ -91,7 +85,6 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Returns all replicas, including those of the settings."""
         return list(self._routes.all)
 
     def named(self, name: str) -> Replica:
@@ -108,7 +101,7 @@ class Fleet:
         return next((one for one in self._routes.all if one.id == engine_id), None)
 
     def registrations(self) -> list[Registration]:
-        """Returns what the store keeps: registered engines and reported versions."""
+        """What the store keeps: registered engines and reported versions."""
         return [
             msgspec.structs.replace(_registration(one), ttl_seconds=self._ttls.get(one))
             for one in self._routes.all
@@ -116,8 +109,7 @@ class Fleet:
         ]
 
     def shared(self) -> list[Registration]:
-        """Returns the engines that runners on other machines may call: checked, with a known
-        version.
+        """The engines that runners on other machines may call: checked, with a known version.
 
         An address of this machine in the settings would be another engine there.
         """
@@ -158,8 +150,7 @@ class Fleet:
         version: int | None = None,
         ttl_seconds: float | None = None,
     ) -> tuple[Replica, bool]:
-        """Registers the engine at `url`, or takes this as its heartbeat; returns whether it is
-        new."""
+        """Registers the engine at `url`, or takes this as its heartbeat; returns if it is new."""
         replica = self.at(url)
         is_new = replica is None
         if replica is None:
@@ -178,8 +169,7 @@ class Fleet:
         return replica, is_new
 
     def tell_version(self, replica: Replica, version: int) -> None:
-        """Sets the policy version that `replica` serves; it may be lower than before, as after a
-        restart."""
+        """The version may be lower than before, as after a restart."""
         if (replica.version, replica.is_sure) != (version, True):
             _log.info("engine_version", base_url=replica.url, version=version)
         replica.version, replica.is_sure = version, True
@@ -195,12 +185,9 @@ class Fleet:
     ) -> bool:
         """Sends `replica` no more calls until `resume`; other replicas get them.
 
-        Args:
-            in_flight: what happens to the calls that are there, see `proxy.gate`; aborted ones are
-                sent to another replica.
-
-        Returns:
-            Whether no call is there (always with "keep"); False after the timeout.
+        `in_flight` is for the calls that are there, see `proxy.gate`; aborted ones are sent to
+        another replica. Returns whether no call is there (always with "keep"); False after the
+        timeout.
         """
         replica.paused = True
         replica.give_up_requests(sent=in_flight == "abort")
@@ -214,12 +201,10 @@ class Fleet:
         return not replica.slots.used
 
     def resume(self, replica: Replica) -> None:
-        """Ends a pause or a drain."""
         replica.paused = replica.draining = False
         self._told()
 
     def remove(self, replica: Replica) -> None:
-        """Removes a registered engine."""
         if replica.origin == "setting":
             raise ConflictError(
                 "openai.base_url names this engine, so it stays.",
@@ -228,7 +213,6 @@ class Fleet:
         self._remove(replica, "removed")
 
     def sync(self, origin: Origin, wanted: Sequence[Registration]) -> None:
-        """Makes the engines of `origin` the `wanted` ones."""
         ids = {replica_id(root_of(one.url)) for one in wanted}
         for replica in self.replicas:
             if replica.origin == origin and replica.id not in ids:
@@ -254,8 +238,7 @@ class Fleet:
         self._routes.changed()
 
     async def checked(self, replica: Replica, seconds: float) -> None:
-        """Waits until `replica` is admitted, refused, or has failed one check; at most
-        `seconds`."""
+        """Waits until `replica` is admitted, refused, or has failed one check."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not (replica.admitted or replica.refusal) and replica in self._routes.all:
@@ -379,7 +362,6 @@ def _ignore() -> None: ...
 
 
 Listed = list[Registration]
-"""The engines that a file lists."""
 
 _MOST_BYTES: Final = 1_000_000
 _BETWEEN_READS_SECONDS: Final = 0.2
@@ -423,7 +405,6 @@ class _Source:
             await self.look()
 
     async def look(self) -> None:
-        """Reads the list once and updates the fleet."""
         try:
             listed = await _whole_list(self._file)
         except InputError as error:
@@ -445,10 +426,8 @@ async def _whole_list(path: Path) -> Listed:
 
 
 def read_list(path: Path) -> Listed:
-    """Reads a list of engines: a line is an address, or a JSON object with `url` and `version`.
-
-    Empty lines and those that begin with # are skipped.
-    """
+    """A line is an address, or a JSON object with `url` and `version`; empty lines and those that
+    begin with # are skipped."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

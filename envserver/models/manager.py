@@ -1,8 +1,5 @@
 """Starts vLLM or the local engine, restarts it when it dies, and stops it with us.
 
-    async with running_engine(spec, tell=print) as engine:
-        engine.base_url, engine.model, engine.backend
-
 The address stays the same. What was started is ended on the way out, and by the keeper
 (`keeper.py`) if we are killed. An engine that dies is started again after 1, 2, 4 ... seconds, a
 bounded number of times in a row; it then has the weights of its files.
@@ -39,7 +36,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         model: a folder, or a name on the hub.
         name: the model's name in requests.
-        template_kwargs: default variables of the chat template.
         port: 0 for a free one.
         vllm_python: the Python that has vLLM; None: this one.
         restarts: maximum number in a row.
@@ -64,7 +60,6 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
-    """Combines `entry` with `config`, which takes precedence."""
     plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
     return EngineSpec(
         model=entry.files,
@@ -117,7 +112,7 @@ class Vllm(NamedTuple):
 
 
 def find_vllm(python: Path | None) -> Vllm | str:
-    """Finds vLLM by running `python` (None: this one); returns a reason if there is none."""
+    """Runs `python` (None: this one); returns a reason if it has no vLLM."""
     program = os.fspath(python) if python else sys.executable
     try:
         done = subprocess.run(
@@ -136,7 +131,7 @@ def find_vllm(python: Path | None) -> Vllm | str:
 
 
 def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
-    """Returns the engines to try, in order; never empty."""
+    """The engines to try, in order; never empty."""
     local = Launch("local", _local(spec, port), {})
     if spec.backend == "local":
         return [local]
@@ -184,7 +179,7 @@ def _common(spec: EngineSpec, port: int) -> list[str]:
 
 
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
-    """Returns variables that allow weight updates and switch vLLM's usage statistics off."""
+    """Variables that allow weight updates and switch vLLM's usage statistics off."""
     chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -212,14 +207,7 @@ _LAST_WORDS_BYTES = 4096
 
 
 class RunningEngine:
-    """An engine that was started here.
-
-    Args:
-        base_url: its address, with `/v1`; the same after a restart.
-        model: the model's name in requests.
-        backend: vllm or local.
-        log: the file with its output.
-    """
+    """An engine that was started here; its `base_url`, with `/v1`, is the same after a restart."""
 
     def __init__(self, base_url: str, model: str, backend: Kind, log: Path) -> None:
         self.base_url = base_url
@@ -227,7 +215,6 @@ class RunningEngine:
         self.backend = backend
         self.log = log
         self.restarts = 0
-        """Number of restarts so far."""
         self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
 
     async def until_lost(self) -> None:
@@ -243,8 +230,7 @@ class RunningEngine:
 async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[RunningEngine]:
     """Yields the engine as soon as it answers, and stops it on exit.
 
-    Args:
-        tell: gets lines for people: what is started, how long it takes, restarts.
+    `tell` gets lines for people: what is started, how long it takes, restarts.
     """
     port = _free_port(spec.host, spec.port)
     vllm = "" if spec.backend == "local" else await asyncio.to_thread(find_vllm, spec.vllm_python)
@@ -429,7 +415,7 @@ def _last_line(log: Path, begins: int) -> str:
 
 
 def _why(log: Path, begins: int) -> str:
-    """Returns the last line that names an error, or else the last line."""
+    """The last line that names an error, or else the last line."""
     lines = [line.strip() for line in _last_words(log, begins).splitlines() if line.strip()]
     named = [line for line in lines if "error" in line.lower()]
     return (named or lines or ["it wrote nothing"])[-1][:300]

@@ -1,8 +1,7 @@
 """Any OpenAI-compatible server, or several replicas of one, over HTTP.
 
-In flow decoded request bodies, out flow decoded answers or chunks. What always holds: only
-EngineError and its subclasses are raised; a call ends within its timeout; no message holds the
-engine's key; a stream that ended normally was complete.
+Invariants: only EngineError and its subclasses are raised; a call ends within its timeout; no
+message holds the engine's key; a stream that ended normally was complete.
 
 Sampling changes nothing in an engine, so a request without an answer is sent again, to another
 replica if there is one: after refused or broken connections, HTTP 408, 429 and 5xx, and when its
@@ -57,19 +56,15 @@ _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
 class ReplicaMonitor:
-    """The background checks of an engine's replicas; use with `async with`.
+    """The background checks of an engine's replicas.
 
-    Health: every few seconds, at once after a failed call, and with growing pauses while a replica
-    is unhealthy. Load, from its metrics: about once a second while it has calls in flight.
+    Health: every `check_seconds`, at once after a failed call, and with growing pauses while a
+    replica is unhealthy; an engine's only replica is not checked while it is well, as there is no
+    choice. Load, from its metrics: every `measure_seconds` while it has calls in flight.
 
     A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
     calls at a replica that missed several checks in a row, without any other sign of life, are
     stopped and sent to another one.
-
-    Args:
-        check_seconds: between two health checks, and the longest that one may take. An engine's
-            only replica is not asked while it is well: there is no choice to be made.
-        measure_seconds: between two readings of the load.
     """
 
     def __init__(
@@ -135,7 +130,7 @@ class ReplicaMonitor:
             replica.give_up_requests()
 
     async def _miss(self, replica: Replica) -> tuple[str, bool]:
-        """Returns why its check failed ("" if not), and whether its calls may be lost.
+        """Why its check failed ("" if not), and whether its calls may be lost.
 
         A server without `/health` that answers so is healthy. One that accepts no connections may
         still answer its current calls, as servers do that shut down in order.
@@ -198,16 +193,12 @@ _GET_SECONDS = 120.0
 
 
 class OpenAIEngine:
-    """The engine at `config.base_url`; an async context manager that owns its connections.
+    """The engine at `config.base_url`.
 
     Args:
-        config: its addresses may or may not end in `/v1`. `server_type` "vllm" means that token
-            ids and logprobs can be asked for.
+        config: `server_type` "vllm" means that token ids and logprobs can be requested.
         tries: requests sent for one call, over all replicas.
         pause_seconds: before the first repetition on the same replica; doubles, with jitter.
-        check_seconds, measure_seconds: see ReplicaMonitor.
-        routing, max_lag: see Replicas.
-        addresses: see Connections.
     """
 
     kind = "openai"
@@ -354,18 +345,16 @@ class OpenAIEngine:
 
     @property
     def routes(self) -> Replicas:
-        """The replicas, and which of them serves a call."""
         return self._replicas
 
     def add(self, url: str, origin: Origin, *, gets_key: bool) -> Replica:
-        """Adds a replica, which gets no calls before it is admitted; the engine must be open."""
+        """Adds a replica, which gets no calls before it is admitted."""
         replica = self._replicas.add(root_of(url), origin)
         replica.gets_key = gets_key
         self._monitor.watch(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica; its current calls end there."""
         self._replicas.remove(replica)
         self._monitor.unwatch(replica)
 
@@ -425,11 +414,8 @@ class OpenAIEngine:
             raise RetryableError(redirect) from None
 
     async def _answer(self, response: Response, form: type | None = None) -> Json:
-        """Reads a whole answer.
-
-        What is not an object comes from something else, such as a load balancer: a retry may
-        succeed.
-        """
+        """What is not an object comes from something else, such as a load balancer: a retry may
+        succeed."""
         data = await whole(response)
         try:
             return self._decoder.decode(data, form)
@@ -442,8 +428,7 @@ class OpenAIEngine:
         self, replica: Replica, response: Response, body: Json, answer: Json
     ) -> None:
         """Holds an answer back until its engine is known to be the same as before, if connections
-        were interrupted or the model's name or fingerprint changed.
-        """
+        were interrupted or the model's name or fingerprint changed."""
         generation = response.connection.generation
         served = f"{answer.get('model')} {answer.get('system_fingerprint')}"
         known = replica.served[str(body.get("model"))]
@@ -467,10 +452,8 @@ class OpenAIEngine:
             raise RetryableError(error) from None
 
     async def _refused(self, replica: Replica, body: Json, error: EngineRefused) -> None:
-        """Adds the names of the engine's models to its HTTP 404 for the model of `body`.
-
-        An engine that had that model before is checked: it may be another one now.
-        """
+        """Adds the names of the engine's models to its HTTP 404. An engine that had the model
+        before may be another one now."""
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
         error.hint = await self._models_hint(replica, body) or error.hint
@@ -516,8 +499,7 @@ class OpenAIEngine:
     async def _handed_out(
         self, request: ReplicaRequest, first: Json | None, rest: AsyncGenerator[Json]
     ) -> AsyncGenerator[Json]:
-        """Yields the chunks of a stream that can no longer be retried: its consumer has seen
-        some."""
+        """Yields the chunks of a stream that is no longer retried: its consumer has seen some."""
         replica = request.replica
         error: EngineError
         async with aclosing(rest):
@@ -542,8 +524,7 @@ class OpenAIEngine:
 
 
 def _restarted(replica: Replica) -> EngineUnavailable:
-    """Returns the error for a replica that went away during the call: which weights sampled is
-    unknown."""
+    """For a replica that went away during the call: which weights sampled is unknown."""
     message = f"The engine at {replica.url} was restarted during the call."
     return EngineUnavailable(message, base_url=replica.url)
 
@@ -556,7 +537,6 @@ async def _drain(response: Response) -> None:
 
 
 def root_of(address: str) -> str:
-    """Returns `address` without `/v1` and without a trailing slash."""
     try:
         url = URL(address)
     except ValueError as error:

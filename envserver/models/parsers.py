@@ -21,7 +21,7 @@ Tools = list[dict[str, Any]]
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
-    """One call. `arguments` is JSON."""
+    """`arguments` is JSON."""
 
     name: str
     arguments: str
@@ -32,7 +32,7 @@ class ParsedCall(msgspec.Struct, frozen=True):
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """The calls in a text, at least one, and the text before them."""
+    """At least one call, and the text before them."""
 
     calls: list[ParsedCall]
     content: str = ""
@@ -72,8 +72,7 @@ _NULLS = ("null", "none")
 
 
 def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
-    """Qwen 3 Coder:
-    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...`."""
     first = _FUNCTION.search(text)
     if first is None:
         return None
@@ -86,8 +85,7 @@ def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def parse_keys(text: str, tools: Tools) -> ParsedCalls | None:
-    """GLM 4.5:
-    `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """GLM 4.5: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     if _TAG not in text:
         return None
     calls = []
@@ -117,7 +115,7 @@ def _parameters_of(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _tagged_value(text: str, schema: Any) -> Any:
-    """Returns `text` without one line break at each end, converted to the type in `schema`."""
+    """`text` without one line break at each end, converted to the type in `schema`."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -224,13 +222,13 @@ def _valid_call(name: Any, arguments: Any) -> ParsedCall | None:
 
 
 def _all_calls(calls: list[ParsedCall | None], content: str = "") -> ParsedCalls | None:
-    """Returns all of `calls`; None if there are none or one of them is invalid."""
+    """None if there are none or one of them is invalid."""
     valid = [call for call in calls if call is not None]
     return ParsedCalls(valid, content) if valid and len(valid) == len(calls) else None
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at `start`, and its end."""
+    """The JSON value that begins at `start`, and its end."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except RecursionError:
@@ -273,7 +271,7 @@ _CALL = {
 
 
 def detect_format(write: Write) -> str | None:
-    """Returns the name in FORMATS of the format in which `write` writes calls, or None."""
+    """The name in FORMATS of the format in which `write` writes calls, or None."""
     answer = write([_QUESTION, {"role": "assistant", "content": _ANSWER}], [_TOOL])
     calling = write(
         [_QUESTION, {"role": "assistant", "content": None, "tool_calls": [_CALL]}], [_TOOL]

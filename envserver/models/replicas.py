@@ -140,7 +140,6 @@ class Slots:
         return (self.used + len(self._waiting)) // self.limit
 
     def resize(self, limit: int) -> None:
-        """Changes the limit; calls that have a slot keep it."""
         self.limit = limit
         self._hand_out()
 
@@ -212,8 +211,7 @@ class Load(msgspec.Struct, frozen=True):
 def read_load(text: str) -> Load | None:
     """Reads vLLM's or SGLang's load from Prometheus text; None if it is missing.
 
-    A regular expression instead of a full parser, since only a few of some hundred lines matter and
-    they are read every second.
+    Only a few of some hundred lines matter and they are read every second: no full parser.
     """
     found: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
@@ -251,7 +249,7 @@ class AdaptiveLimit:
         self._preempted: float | None = None
 
     def observe(self, load: Load, in_flight: int) -> int:
-        """Updates and returns the limit, given the load and our calls in flight at one poll."""
+        """`in_flight`: our calls there at the time of the poll."""
         preempted = self._preempted is not None and load.preempted > self._preempted
         self._preempted = load.preempted
         self._queued_polls = self._queued_polls + 1 if load.waiting else 0
@@ -268,7 +266,7 @@ class AdaptiveLimit:
         return self.limit
 
     def forget(self) -> int:
-        """Resets the limit, for an engine that reports no load."""
+        """For an engine that reports no load."""
         self.limit, self._queued_polls, self._preempted = self._most, 0, None
         return self.limit
 
@@ -310,7 +308,6 @@ class Replica:
         heard_at: when it last answered a call or sent a part of a stream.
         suspected: set when its health should be checked now.
         seconds: of answered calls, to the first part of a stream.
-        errors: number of failed calls.
         admitted: whether it was found to be the same engine as the others; `refusal` says why not.
         is_refused: whether it is another engine; else it is not checked yet, or did not answer.
         version: the policy version reported for this replica, if any.
@@ -318,9 +315,6 @@ class Replica:
         is_sure: whether `version` is still true: not after its process has gone away.
         tells: whether its heartbeats report its version, so that a doubt does not last.
         paused: it gets no calls; draining: it gets no new rollouts.
-        rollouts: number of rollouts whose calls go here.
-        expires_at: when its registration ends, in seconds since 1970; None: never.
-        gets_key: whether it gets the engines' key.
         on_lost: called when it accepts no connection.
         generation: of the connections over which its engine was last confirmed to be the same.
         served: the models and fingerprints of its answers, by the requested model.
@@ -378,11 +372,9 @@ class Replica:
         return "" if self.state == "closed" else self._breaker.reason
 
     def request(self) -> ReplicaRequest:
-        """Context of a request to this replica, which reports its result to the ReplicaRequest."""
         return ReplicaRequest(self)
 
     def begin(self, request: ReplicaRequest) -> bool:
-        """Registers a request; returns whether it tests a replica that was set aside."""
         self._requests.add(request)
         return self._breaker.begin()
 
@@ -391,7 +383,6 @@ class Replica:
         self._breaker.end(tries)
 
     def checked(self, well: bool, reason: str = "") -> None:
-        """Registers a health check; an unhealthy replica gets no calls."""
         with self._noted():
             self._breaker.checked(well, reason)
 
@@ -452,8 +443,8 @@ class Replica:
 class ReplicaRequest:
     """One request at a replica, until its answer (or the first chunk of a stream) arrives.
 
-    A context manager. Only calls take slots and count for the breaker: even an engine that cannot
-    sample answers requests for its health and models.
+    Only calls take slots and count for the breaker: even an engine that cannot sample answers
+    requests for its health and models.
 
     Args:
         sent_at: when it got a slot and was sent; None before.
@@ -491,7 +482,7 @@ class ReplicaRequest:
         self.sent_at = self.replica.clock()
 
     def answered(self) -> None:
-        """Registers an answer, which may be a refusal of the request."""
+        """The answer may be a refusal of the request."""
         if self.sent_at is not None:
             self.replica.seconds.add(self.replica.clock() - self.sent_at)
             self.replica.answered(self.begun_at)
@@ -507,8 +498,7 @@ class ReplicaRequest:
         self.replica.refused(reason)
 
     def timed_out(self) -> None:
-        """Registers a timeout: a failure only if the replica showed no sign of life since it was
-        sent."""
+        """A failure only if the replica showed no sign of life since the request was sent."""
         if self.sent_at is None:
             return
         waited = self.replica.clock() - self.sent_at
@@ -517,5 +507,5 @@ class ReplicaRequest:
 
 
 def replica_id(url: str) -> str:
-    """Returns the id of the replica at `url`, the same in every process."""
+    """The same in every process."""
     return f"e-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"

@@ -32,11 +32,8 @@ _SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference
 
 
 class SampledVersions:
-    """The policy versions that the sampling replica had at the start and at the end of a call.
-
-    A context manager: they are those of the replica that samples within the block. Both None: it
-    has the versions that are published for all engines.
-    """
+    """The policy versions that the sampling replica had at the start and at the end of a call
+    within the block. Both None: it has the versions that are published for all engines."""
 
     __slots__ = ("_token", "first", "last")
 
@@ -57,8 +54,7 @@ _noted: ContextVar[SampledVersions | None] = ContextVar("envserver_sampled_versi
 
 
 def versions_noted(path: str) -> SampledVersions | None:
-    """Returns where to note the versions of the replica that a call to `path` is sent to, if
-    anywhere."""
+    """Where to note the versions of the replica that a call to `path` is sent to, if anywhere."""
     return _noted.get() if path in _SAMPLING_PATHS else None
 
 
@@ -66,7 +62,6 @@ class Replicas:
     """The replicas of one engine.
 
     Args:
-        routing: how the home of a new rollout is chosen.
         max_lag: policy versions that a replica may be behind the published one.
         version: returns the version that was published for all engines; -1: none.
     """
@@ -101,7 +96,6 @@ class Replicas:
         self.changed()
 
     def changed(self) -> None:
-        """Wakes waiting calls after a replica has changed."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -110,20 +104,19 @@ class Replicas:
         await self._change.wait()
 
     def version_of(self, replica: Replica) -> int | None:
-        """Returns the policy version that `replica` serves, if known."""
         if replica.version is not None:
             return replica.version if replica.is_sure else None
         return self.version() if replica.follows else None
 
     def is_current(self, replica: Replica) -> bool:
-        """Returns whether its weights are new enough; all are before a version is published."""
+        """Whether its weights are new enough; all are before a version is published."""
         published, version = self.version(), self.version_of(replica)
         if version is None:
             return published < 0 and replica.version is None
         return version >= published - self._max_lag
 
     def standing(self, replica: Replica) -> tuple[Standing, str]:
-        """Returns how `replica` is used, and why it is not."""
+        """How `replica` is used, and why it is not."""
         if not replica.admitted:
             if replica.is_refused:
                 return "refused", replica.refusal
@@ -148,8 +141,7 @@ class Replicas:
     async def next(
         self, rollout_id: str, avoid: Collection[Replica], patience_until: float
     ) -> Replica:
-        """Picks the replica for `rollout_id`; waits for one until the loop's time
-        `patience_until`."""
+        """Waits for a replica that may have the call until the loop's time `patience_until`."""
         if (found := self.pick(rollout_id, avoid)) is not None:
             return found
         try:
@@ -182,11 +174,11 @@ class Replicas:
         return f"No engine can be used: {said}{why}"
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica | None:
-        """Picks the replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
+        """The replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
 
         A full replica loses its calls to less loaded ones, counted in multiples of its limit:
-        otherwise a slow replica would keep calls that it has no time for. None: no replica may
-        have the call.
+        otherwise a slow replica would keep calls that it has no time for. None: no replica may have
+        the call.
         """
         home = self._homes.get(rollout_id)
         takers = [one for one in self.all if self._takes(one, is_home=one is home)]
@@ -247,7 +239,7 @@ def _ranked(rollout_id: str, replicas: Sequence[Replica]) -> list[Replica]:
 
 
 def _load(replica: Replica) -> tuple[bool, float, float]:
-    """Returns the load of a replica: its calls and its rollouts, as shares of its limit."""
+    """Its calls and its rollouts, as shares of its limit."""
     slots = replica.slots
     calls = slots.used + slots.waiting
     return (not replica.usable, calls / slots.limit, replica.rollouts / slots.limit)
@@ -270,10 +262,6 @@ class Retrying:
 
     Another replica is tried at once, the same one after a pause that doubles, with jitter, and is
     never shorter than the engine asks for.
-
-    Args:
-        tries: requests sent for one call, over all replicas.
-        pause_seconds: before the first repetition on the same replica.
     """
 
     def __init__(self, replicas: Replicas, *, tries: int, pause_seconds: float) -> None:
@@ -309,7 +297,7 @@ class Retrying:
             await asyncio.sleep(pause)
 
     def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
-        """Returns the seconds until the next try, or None if there should be none."""
+        """Seconds until the next try, or None if there should be none."""
         if self._replicas.other_usable(tried):
             return 0.0
         if retryable.other_replica:
@@ -320,7 +308,6 @@ class Retrying:
 async def _try(
     once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
 ) -> T:
-    """Runs `once` until `deadline` and reports the result to the replica."""
     try:
         async with asyncio.timeout_at(deadline) as request.scope:
             try:

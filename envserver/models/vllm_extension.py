@@ -1,8 +1,5 @@
-"""Starts vLLM with our worker extension, `vllm_worker/envserver_reload.py`, which reloads weights,
-and our plugin, `vllm_worker/envserver_gloo.py`, which receives them.
-
-vLLM itself is not imported here.
-"""
+"""Starts vLLM with the modules of `vllm_worker`, which reload or receive weights. vLLM itself is
+not imported."""
 
 from __future__ import annotations
 
@@ -21,11 +18,8 @@ METHOD: Final = "envserver_reload"
 
 
 def extended(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns `environ` for a vLLM started with ARGUMENTS.
-
-    The routes that change weights, pause and load adapters are on, and the extension can be
-    imported.
-    """
+    """For a vLLM started with ARGUMENTS: the routes that change weights, pause and load adapters
+    are on, and the extension can be imported."""
     path = [str(FOLDER), environ.get("PYTHONPATH", "")]
     return {
         **environ,

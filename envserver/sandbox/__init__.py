@@ -1,8 +1,7 @@
 """Runs programs that a model wrote: without network, away from the server's files, with limits.
 
-In: specs. Out: sandboxes (`sandbox_interface.Sandboxes`). Invariants: a sandbox ends with
-the connection that opened it, and all sandboxes end with the server; if no backend holds, nothing
-starts. README.md names the files in reading order.
+Invariants: a sandbox ends with the connection that opened it, and all sandboxes end with the
+server; if no backend holds, nothing starts. README.md names the files in reading order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Manages the sandboxes of attempts in flight, on the server.
+"""The sandboxes of attempts in flight, on the server.
 
 A worker asks over HTTP (`requests`), the proxy identifies the attempt, and each attempt has its own
 sandboxes: no other attempt can name them. Model-written code may have taken over a worker, so a
-request never gets more than the environment declares. Invariants: sandboxes are closed when
-their attempt is sealed, and their usage is added up.
+request never gets more than the environment declares. Sandboxes are closed when their attempt is
+sealed, and their usage is added up.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _log = structlog.get_logger("envserver.sandbox")
 
 
 class AttemptSandboxes:
-    """The proxy's `SandboxHost`. Use with `async with`: at the end every sandbox is gone.
+    """The proxy's `SandboxHost`. At the end of the context every sandbox is gone.
 
     Args:
-        sandboxes: makes them; stays open for as long as this object.
+        sandboxes: stays open for as long as this object.
         most: the environment's own spec: the default and the maximum of an attempt.
         concurrent: maximum sandboxes of all attempts together; further ones wait in order.
         images: whether an attempt may use the image that its task's public part names (`image`).
@@ -96,7 +96,7 @@ class AttemptSandboxes:
         return len(self._tenants)
 
     def most_bytes(self, path: str) -> int:
-        """See `SandboxHost`. The sandbox would refuse anything larger than its disk."""
+        """The sandbox would refuse anything larger than its disk."""
         limits = self._most.limits
         match path.rpartition("/")[2]:
             case "open" | "write":
@@ -323,7 +323,7 @@ class _Tenant:
             living.exception()  # its requests have raised it
 
     async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Returns the operation's result. It is cancelled when the caller or the sandbox ends."""
+        """The operation is cancelled when the caller or the sandbox ends."""
         work = asyncio.create_task(operation)
         self._working.add(work)
         work.add_done_callback(self._working.discard)
@@ -346,7 +346,6 @@ class _Tenant:
             self.task.cancel()
 
     async def close(self) -> None:
-        """Waits until the sandbox is gone."""
         self.end()
         await asyncio.wait({self.task})
 
@@ -376,7 +375,7 @@ class _Tenant:
 
 
 def _cancel_once(work: asyncio.Task[Any]) -> None:
-    """Cancels `work` once: a second cancel would interrupt the wait for a program's end."""
+    """A second cancel would interrupt the wait for a program's end."""
     if not work.cancelling():
         work.cancel()
 
@@ -386,7 +385,7 @@ def _none_free() -> SandboxUnavailable:
 
 
 async def _last_total(sandbox: Sandbox) -> SandboxUsage:
-    """Returns the usage of all its programs; empty if the sandbox was lost."""
+    """Empty if the sandbox was lost."""
     try:
         async with asyncio.timeout(_LAST_SECONDS):
             return await sandbox.total()
@@ -396,7 +395,7 @@ async def _last_total(sandbox: Sandbox) -> SandboxUsage:
 
 
 def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
-    """Combines the usage of several sandboxes: sums and highest peaks; exact if all are exact."""
+    """Sums and highest peaks; exact if all are exact."""
     all_of_them = list(usages)
     killed: dict[str, int] = {}
     for usage in all_of_them:

@@ -1,7 +1,4 @@
-"""The differences between backends for the in-sandbox server: paths, and limits of programs.
-
-A Backend is made in the process that becomes the in-sandbox server, before its first request.
-"""
+"""The differences between backends for the in-sandbox server: paths, and limits of programs."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _SOCKET_BYTES = 212992
 
 
 class Backend(Protocol):
-    """The place and the limits of one sandbox's programs."""
+    """The place and the limits of one sandbox's programs, made before the first request."""
 
     work: str
     """The workspace directory, as the server sees it (in a namespace it is /work itself)."""
@@ -45,26 +42,23 @@ class Backend(Protocol):
         """Drops the rights of a program's process, just before the program starts."""
 
     def programs(self) -> Iterator[int]:
-        """Returns the process ids of all programs in the sandbox, zombies included."""
+        """The process ids of all programs in the sandbox, zombies included."""
 
     def kill(self) -> None:
         """Kills all programs; returns when none is left that could start another."""
 
     def used(self) -> tuple[int, int]:
-        """Returns the bytes and inodes used in the writable folders."""
+        """The bytes and inodes used in the writable folders."""
 
-    def accounts(self) -> Accounts:
-        """Returns what adds up the usage of the programs."""
+    def accounts(self) -> Accounts: ...
 
     def kernel_bytes(self) -> int:
-        """Returns an upper bound of the kernel memory that programs hold, beyond their own."""
+        """An upper bound of the kernel memory that programs hold, beyond their own."""
 
 
 class NamespaceBackend:
-    """Programs run in the pid namespace of which the in-sandbox server is process 1.
-
-    Every process of the sandbox is therefore listed in its /proc.
-    """
+    """Programs run in the pid namespace of which the in-sandbox server is process 1, so that its
+    /proc lists every process of the sandbox."""
 
     work, temporary = "/work", "/tmp"
     reset_signals = (signal.SIGTERM, signal.SIGINT)
@@ -108,7 +102,7 @@ class NamespaceBackend:
 
 
 def enclose(filter_program: bytes, processes: int) -> None:
-    """Drops the rights of a process in namespaces of its own; see `Backend.enclose`."""
+    """For a process in namespaces of its own."""
     _limit_processes(processes + 1)  # and process 1
     linux.drop_capabilities()
     linux.install_filter(filter_program)
@@ -124,7 +118,7 @@ def ignore_signals_from_inside() -> None:
 
 
 def kernel_bytes(proc: str = "/proc") -> int:
-    """Returns the most that can wait in sockets of the network namespace of process 1 of `proc`."""
+    """The most that can wait in sockets of the network namespace of process 1 of `proc`."""
     with open(f"{proc}/1/net/sockstat") as counts:
         return int(counts.readline().split()[2]) * _SOCKET_BYTES
 

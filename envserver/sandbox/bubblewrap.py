@@ -43,7 +43,6 @@ _NAMESPACES = (
 
 
 def installed() -> str | None:
-    """Path of the program, None where there is none."""
     return shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
 
 
@@ -57,7 +56,6 @@ def command(
     """The command line that builds the backend around the holder.
 
     Args:
-        program: path of bwrap.
         visible: host paths that appear at the same place, read-only; links stay links.
         files: open descriptors with the contents of files of /etc, by name.
         status_fd: where bubblewrap tells the holder's process id, as JSON.
@@ -93,7 +91,7 @@ def enter_outer(
     then: Callable[[], None],
     shown: str = "",
 ) -> int:
-    """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`."""
+    """See `namespaces.enter_outer`."""
     program = installed()
     if program is None:
         raise OSError("bwrap is not installed")
@@ -167,11 +165,8 @@ def _inside(then: Callable[[], None]) -> int:
 
 
 def _child(run: Callable[[], int], parent_pid: int) -> int:
-    """`run` in a child that ends with this process; its exit status.
-
-    Args:
-        parent_pid: this process's, as the child sees it: 0 from another pid namespace.
-    """
+    """Its exit status; it ends with this process. `parent_pid`: as the child sees it, 0 from
+    another pid namespace."""
     pid = os.fork()
     if pid == 0:
         linux.die_with(parent_pid, signal.SIGKILL)

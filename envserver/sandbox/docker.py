@@ -3,10 +3,8 @@
     supervisor --("fork")--> maker --(fork)--> relay
     client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> in-sandbox server
 
-`docker_maker` is the maker and its relays, `docker_pool` the containers that it starts, some of
-them in advance; `docker_leftovers` what a killed server left. Containers have no network, no
-capabilities, a read-only root and an ordinary user; their image only needs Python, since this
-package's modules are sent.
+Containers have no network, no capabilities, a read-only root and an ordinary user; their image only
+needs Python, since this package's modules are sent.
 """
 
 from __future__ import annotations
@@ -82,10 +80,9 @@ Pull = Literal["never", "missing"]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """A container engine that answers, and the image to start.
+    """A container engine that answers.
 
     Args:
-        program: path of its command.
         image: of sandboxes whose spec names none.
         variables: variables of the server that the command needs to find its engine.
     """
@@ -99,12 +96,11 @@ class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
     """How many containers are started, and when.
 
     Args:
-        prefix: of their names; see `docker_leftovers`.
+        prefix: of their names.
         pull: whether missing images are fetched.
         warm: containers kept started in advance, for each image and limits in use.
         most_warm: of them in all.
         starts: containers being started at the same time, at most.
-        starts_per_second: and this often.
     """
 
     prefix: str
@@ -133,7 +129,6 @@ class ContainerKey(msgspec.Struct, frozen=True):
 
 
 def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
-    """Returns what a container for `spec` (see SandboxSpec, by name) is started with."""
     image, limits = spec["image"], spec["limits"]
     if image and not _IMAGE.fullmatch(image):
         raise ValueError(f"{image[:80]!r} is not an image name")
@@ -149,7 +144,7 @@ def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
 def find_engine(
     image: str, pull: Pull = "never", environ: Mapping[str, str] = os.environ
 ) -> Engine:
-    """Returns the first engine that answers and has the image."""
+    """The first engine that answers and has the image."""
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     failed = []
     for name in ENGINES:
@@ -174,7 +169,7 @@ def find_engine(
 def asked(
     program: str, variables: Mapping[str, str], *words: str, seconds: float = _SECONDS
 ) -> str:
-    """Runs the engine's command; returns why it failed, or "" on success."""
+    """Runs the engine's command; returns why it failed, or ""."""
     try:
         done = subprocess.run(
             [program, *words],
@@ -192,7 +187,7 @@ def asked(
 
 
 def last_line(said: bytes) -> str:
-    """The last line of what a command said, which is why it failed; its advice is left out."""
+    """What a failed command said last is why; its advice is left out."""
     lines = said.decode(errors="replace").strip().splitlines()
     reasons = [line for line in lines if line.strip() and not line.startswith("See '")]
     return reasons[-1].strip()[:300] if reasons else ""
@@ -240,12 +235,12 @@ def _podman_limits() -> list[str]:
 
 
 def start_words(preload: Sequence[str], sent: bytes) -> list[str]:
-    """Returns the arguments of a container's python3, which reads `sent` (see `bundle`) first."""
+    """The arguments of a container's python3, which reads `sent` (see `bundle`) first."""
     return ["-I", "-c", _BOOT, str(len(sent)), json.dumps(list(preload))]
 
 
 def bundle(preload: Sequence[str]) -> bytes:
-    """Returns this package's modules and those of `preload` that images lack, as JSON by name."""
+    """This package's modules and those of `preload` that images lack, as JSON by name."""
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):
         sources[f"envserver.sandbox.{path.stem}"] = path.read_text()
@@ -256,7 +251,7 @@ def bundle(preload: Sequence[str]) -> bytes:
 
 
 def _sources(name: str) -> dict[str, str]:
-    """Returns a module with its parents and submodules; nothing if the image must have it."""
+    """A module with its parents and submodules; nothing if the image must have it."""
     found = {}
     for parent in (name.rsplit(".", count)[0] for count in range(name.count(".") + 1)):
         spec = importlib.util.find_spec(parent)
@@ -271,7 +266,7 @@ def _sources(name: str) -> dict[str, str]:
 
 
 def _is_sent(name: str, origin: Path) -> bool:
-    """Whether a module is sent. Libraries, large and perhaps compiled, belong in the image."""
+    """Libraries, large and perhaps compiled, belong in the image."""
     top = name.partition(".")[0]
     if origin.suffix != ".py" or top in sys.stdlib_module_names:
         return False
@@ -290,17 +285,14 @@ _START_TIME = 19
 
 
 def new_prefix() -> str:
-    """Returns the beginning of the names of containers for one service of this process."""
+    """The beginning of the names of containers for one service of this process."""
     started = _start_time(os.getpid()) or 0
     return f"{_here()}-{os.getpid()}-{started}-{uuid.uuid4().hex[:8]}"
 
 
 def remove_leftovers(engine: Engine, prefix: str = "") -> list[str]:
-    """Removes the containers of servers that are gone; returns their names.
-
-    Args:
-        prefix: removes those whose names begin so instead.
-    """
+    """Removes the containers of servers that are gone, or those whose names begin with `prefix`;
+    returns their names."""
     names = [name for name in _names(engine) if _is_left(name, prefix)]
     if names:
         words = ("rm", "--force", "--volumes", *names)
@@ -356,7 +348,7 @@ def _here() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Returns the start time of a process, in ticks since the boot; None: there is none."""
+    """The start time of a process, in ticks since the boot; None: there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

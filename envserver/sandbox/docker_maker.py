@@ -63,19 +63,17 @@ _bundle = lru_cache(16)(bundle)
 
 
 class NoContainer(Exception):
-    """There is no container; `image_missing`: the engine does not have its image."""
-
     def __init__(self, reason: str, *, image_missing: bool = False) -> None:
         super().__init__(reason)
         self.image_missing = image_missing
 
 
 class Child:
-    """A command of the engine that runs; its end, and the end of what it said, are reported.
+    """A command of the engine that runs; its end, and the end of its errors, are reported.
 
     Args:
         then: called with its exit status.
-        talks: its input and output are pipes; else only its errors are.
+        talks: its input and output are pipes, too.
     """
 
     def __init__(
@@ -135,8 +133,6 @@ class Child:
 
 @dataclass(eq=False)
 class Container:
-    """A container from its start to its end."""
-
     name: str
     key: ContainerKey
     unsent: memoryview
@@ -167,7 +163,7 @@ class _Use:
 
 
 class Pool:
-    """See the module."""
+    """The containers of one maker: those that start, are kept warm, and are in use."""
 
     def __init__(self, engine: Engine, rules: PoolRules, selector: selectors.BaseSelector) -> None:
         self._engine = engine
@@ -180,21 +176,18 @@ class Pool:
         """Taken, or on their way out."""
         self._uses: dict[ContainerKey, _Use] = {}
         self._images: set[str] = {engine.image}
-        """Images that the engine has."""
         self._asked: dict[str, Child] = {}
         """By image: a command that looks for it, or fetches it."""
         self._next_start = 0.0
         self._quiet_at = 0.0
 
     def want(self, wanted: Wanted) -> None:
-        """Gives the sandbox a container as soon as there is one."""
         use = self._uses.setdefault(wanted.key, _Use())
         use.times, use.last = use.times + 1, time.monotonic()
         self._waiting.append(wanted)
         self.tend()
 
     def give_up(self, wanted: Wanted) -> None:
-        """No request waits for it any more."""
         if wanted in self._waiting:
             self._waiting.remove(wanted)
 
@@ -382,7 +375,7 @@ class Pool:
         return targets
 
     def _unused(self, key: ContainerKey) -> int:
-        """Returns how many of a kind are warm, or will be when all who wait have one."""
+        """How many of a kind are warm, or will be when all who wait have one."""
         all_of_it = sum(each.key == key for each in (*self._warm, *self._starting))
         return all_of_it - sum(wanted.key == key for wanted in self._waiting)
 
@@ -437,8 +430,6 @@ _KILL_SECONDS = 6.0
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a maker, passed as JSON; see `zygote.Boot`."""
-
     control_fd: int
     supervisor_pid: int
     engine: Engine
@@ -446,7 +437,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(boot_json: str) -> None:
-    """Runs a maker until the supervisor ends."""
     boot = msgspec.json.decode(boot_json, type=Boot)
     control = socket.socket(fileno=boot.control_fd)
     linux.die_with(boot.supervisor_pid, signal.SIGKILL)
@@ -534,10 +524,7 @@ class _Maker:
 
 
 def _serve(channel_fd: int, asking_fd: int, engine: Engine, maker_pid: int) -> NoReturn:
-    """Runs a relay; ends the process.
-
-    Failures are written to standard error; the client sees that its sandbox is lost.
-    """
+    """Failures are written to standard error; the client sees that its sandbox is lost."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -587,7 +574,7 @@ def _relay(channel: socket.socket, asking: socket.socket, engine: Engine) -> Non
 
 
 def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """Returns the bytes that the client sent up to its set-up request, and its spec, by name."""
+    """The bytes that the client sent up to its set-up request, and its spec, by name."""
     frames, heard = Frames(), bytearray()
     while True:
         data = channel.recv(_CHUNK)

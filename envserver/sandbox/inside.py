@@ -66,11 +66,8 @@ class _Output:
 
 
 class Execution:
-    """Runs `program` once; its usage is added to `totals`.
-
-    Args:
-        stdin: the program's input, or a socket for its input and output.
-    """
+    """Runs `program` once; its usage is added to `totals`. `stdin`: input, or a socket for input
+    and output."""
 
     def __init__(
         self,
@@ -97,7 +94,7 @@ class Execution:
         self._killed_by = "cancelled"
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
-        """Runs the program until it and all processes that it started have ended."""
+        """Until the program and all processes that it started have ended."""
         keep = int(self._limits["output_kb"]) * 1024
         self._outputs = [_Output(keep), _Output(keep)]
         began = time.monotonic()
@@ -135,7 +132,6 @@ class Execution:
         channel: int,
         asked_to_cancel: Callable[[], bool],
     ) -> None:
-        """Waits until the program has ended or must be killed."""
         poll = select.poll()
         for descriptor in (pidfd, channel, *(output.reading for output in self._outputs)):
             poll.register(descriptor, select.POLLIN)
@@ -187,7 +183,7 @@ class Execution:
                 self._killed_by = self._killed_by or reason
 
     def _bury(self, pid: int) -> tuple[int, resource.struct_rusage]:
-        """Returns the exit status; kills the program's other processes and reads their output."""
+        """Kills the program's other processes and reads their output."""
         _, status, usage = os.wait4(pid, 0)
         self._backend.kill()
         until = time.monotonic() + _DRAIN_SECONDS
@@ -237,7 +233,7 @@ class Execution:
 
 
 def _readable(data: bytes) -> int:
-    """Returns a descriptor for reading `data`, sealed so that programs cannot write to it."""
+    """Sealed, so that programs cannot write to it."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
@@ -251,12 +247,10 @@ _LONGEST_PLACE = 4096
 _BACKLOG = 64
 
 
-class Refused(Exception):
-    """An invalid request."""
+class Refused(Exception): ...
 
 
 def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoReturn:
-    """Runs the in-sandbox server; ends the process."""
     status = 1
     backend = None
     try:
@@ -280,7 +274,7 @@ def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoRetu
 
 
 def _hang_up(channel: socket.socket) -> None:
-    """Closes the channel from a signal handler: an exception there could interrupt the clean-up."""
+    """For a signal handler: an exception there could interrupt the clean-up."""
     try:
         channel.shutdown(socket.SHUT_RDWR)
     except OSError:  # it is closed already
@@ -298,7 +292,6 @@ class _Server:
         self._env: dict[str, str] = {}
         self._limits: dict[str, Any] = {}
         self._handing_out: list[int] = []
-        """Descriptors that go with the next answer."""
         self._starting: Execution | None = None
         self._ended: dict[str, Any] = {}
 
@@ -379,7 +372,7 @@ class _Server:
         return self._run(self._execution(program, wanted["stdin"]))
 
     def _start(self, wanted: dict[str, Any]) -> None:
-        """Prepares an interactive program; it may run for `wall_seconds`, unlike others."""
+        """The program may run for `wall_seconds`, unlike others."""
         program = Program(
             argv=wanted["argv"],
             code=None,
@@ -428,7 +421,7 @@ class _Server:
         self._channel.sendall(frame)
 
     def _place(self, path: str) -> str:
-        """Returns `path` as the server sees it; relative ones and those below /work: workspace."""
+        """`path` as the server sees it; relative ones and those below /work: workspace."""
         if "\0" in path:
             raise Refused("a path contains a NUL character")
         if path == "/work" or path.startswith("/work/"):
@@ -443,7 +436,7 @@ def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, An
 
 
 def _read(path: str, most: int) -> bytes:
-    """Reads at most `most` bytes of a file without blocking (on a FIFO or a device)."""
+    """Without blocking, as on a FIFO or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         _check_regular(descriptor, path)

@@ -1,9 +1,7 @@
 """A machine that makes sandboxes for remote clients: each connection is one sandbox.
 
-In: a link to a client (`api/sandboxes.py` makes it of a WebSocket). Out: sandboxes of a
-`SandboxMaker`. Invariants: at most `sandboxes` are open, and at most `room` programs run;
-further requests wait in order; a sandbox ends with its link; a client names no sandbox, so it
-cannot name another's.
+Invariants: at most `sandboxes` are open, and at most `room` programs run; further requests wait in
+order; a sandbox ends with its link; a client names no sandbox, so it cannot name another's.
 """
 
 from __future__ import annotations
@@ -72,9 +70,7 @@ class SandboxMachine:
     """Serves sandboxes to clients.
 
     Args:
-        maker: makes the sandboxes; open for as long as this object.
-        backend: its name, for clients.
-        sandboxes: maximum open sandboxes.
+        maker: open for as long as this object.
         room: maximum programs that run at a time; interactive programs do not count.
         most: maximum limits of a sandbox, by name; a spec above is refused.
     """
@@ -125,11 +121,7 @@ class SandboxMachine:
 
     @contextlib.asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Waits for the place of a sandbox.
-
-        Args:
-            size: bytes that the request for it keeps in memory.
-        """
+        """Waits for the place of a sandbox. `size`: bytes that its request keeps in memory."""
         if self.draining:
             raise MachineBusy("This machine is about to stop.")
         waiting = self._places.waiting
@@ -189,7 +181,6 @@ class _Conversation:
         self._work: dict[int, asyncio.Task[None]] = {}
         self._living: set[asyncio.Task[None]] = set()
         self._held = 0
-        """Bytes of the requests in `_work`."""
         self._most_held = 0
         self._answered = asyncio.Event()
         self._over = asyncio.Event()
@@ -243,7 +234,6 @@ class _Conversation:
                 await self._answered.wait()
 
     async def _hold(self, number: int, word: str, raw: bytes) -> None:
-        """Keeps the sandbox open until it is over."""
         try:
             spec = self._spec(word, raw)
             async with self._machine.place(len(raw)), self._machine.maker.open(spec) as sandbox:
@@ -385,6 +375,6 @@ def _number(raw: bytes) -> int:
 
 
 def _most_bytes(limits: SandboxLimits) -> int:
-    """Returns the size of the largest request that such a sandbox could take."""
+    """The size of the largest request that such a sandbox could take."""
     files, inputs = (limits.disk_mb + 1) << 20, (limits.input_kb << 10) + (1 << 20)
     return min(max(files, inputs), MAX_FRAME_BYTES)

@@ -69,7 +69,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         sandboxes: maximum sandboxes at a time; `open` are taken, `waiting` requests want one.
         room: maximum programs that run at a time; `running` do, `queued` wait.
-        draining: it takes no more sandboxes.
     """
 
     protocol: int = PROTOCOL
@@ -84,15 +83,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A sandbox is open: its backend, and the machine's load with it."""
-
     isolation: str
     load: Load
 
 
 class StartProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `InteractiveSandbox.start`."""
-
     argv: list[str]
     env: dict[str, str]
     wall_seconds: float
@@ -129,7 +124,6 @@ BODIES: Final[dict[str, Any]] = {
     "take": int,
     "cancel": int,
 }
-"""Type of the body of each word that has one."""
 
 _ERRORS: Final[dict[str, type[EnvserverError]]] = {
     "input": InputError,
@@ -156,7 +150,7 @@ def framed(number: int, word: str, body: object) -> bytes:
 
 
 def problem_of(error: Exception) -> Problem:
-    """Returns the message for `error`; an untyped one is the machine's fault."""
+    """An untyped error is the machine's fault."""
     if isinstance(error, EnvserverError):
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -171,21 +165,14 @@ def error_of(problem: Problem) -> EnvserverError:
 
 
 class Link(Protocol):
-    """A connection that carries pieces of bytes, in order."""
-
-    async def send(self, piece: bytes) -> None:
-        """Sends a piece, when the connection can take it."""
+    async def send(self, piece: bytes) -> None: ...
 
     async def receive(self) -> bytes:
-        """Returns the next piece; b"" at the end of the connection."""
+        """The next piece; b"" at the end of the connection."""
 
 
 class FramedLink:
-    """Frames over a link.
-
-    Args:
-        max_bytes: largest frame that is accepted.
-    """
+    """Frames of at most `max_bytes` over a link."""
 
     def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
@@ -205,7 +192,6 @@ class FramedLink:
                 await self._link.send(frame[begin : begin + PIECE_BYTES])
 
     async def bodies(self) -> AsyncIterator[bytes]:
-        """Yields the bodies of the frames that come, until the end of the connection."""
         while piece := await self._link.receive():
             for body in self._reader.feed(piece):
                 yield body
@@ -220,7 +206,6 @@ _MOST_CONNECTIONS = 64
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Ask = Callable[[str, Any, Any], Awaitable[Any]]
-"""Sends a request (word, body) to the machine and returns its answer as a type."""
 
 
 class Outside:
@@ -233,7 +218,6 @@ class Outside:
         self._streams: dict[int, _Streams] = {}
 
     async def lead_out(self, sandbox: InteractiveSandbox) -> bool:
-        """Accepts connections from now on; returns False if the sandbox cannot have any."""
         if self._server is not None:
             raise InputError("This sandbox has a way out already.")
         self._server = await sandbox.lead_out(self._accept)
@@ -251,7 +235,7 @@ class Outside:
         return await self._came.get()
 
     async def send(self, number: int, data: bytes) -> None:
-        """Sends bytes to a program; without any, closes the connection."""
+        """Without any bytes, closes the connection."""
         _, writer = self._streams_of(number)
         if not data:
             del self._streams[number]
@@ -262,7 +246,7 @@ class Outside:
             await writer.drain()
 
     async def receive(self, number: int) -> bytes:
-        """Returns what a program sends; b"" when it has ended."""
+        """What a program sends; b"" when it has ended."""
         reader, _ = self._streams_of(number)
         try:
             return await reader.read(_PIECE_BYTES)
@@ -283,12 +267,7 @@ class Outside:
 
 
 class Arrivals:
-    """On the client: serves the connections of the programs of a sandbox, until it is closed.
-
-    Args:
-        ask: asks the sandbox's machine.
-        serve: serves one connection, and closes it.
-    """
+    """On the client: serves the connections of the programs of a sandbox, until it is closed."""
 
     def __init__(self, ask: Ask, serve: OnConnection) -> None:
         self._ask = ask
@@ -296,7 +275,6 @@ class Arrivals:
         self._tasks = {asyncio.create_task(self._accept())}
 
     def close(self) -> None:
-        """Takes no more connections, and ends those that are open."""
         for task in self._tasks:
             task.cancel()
 
@@ -331,7 +309,6 @@ class Arrivals:
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets that do not block."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)

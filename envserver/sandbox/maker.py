@@ -28,13 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """Sandbox machines.
-
-    Args:
-        urls: their URLs.
-        token: access token; never shown.
-        ca_certs, certfile: files for TLS; see `SandboxConfig`.
-    """
+    """Sandbox machines. `token` is never shown; `ca_certs`, `certfile`: files for TLS, see
+    `SandboxConfig`."""
 
     urls: tuple[str, ...]
     token: str = field(default="", repr=False)
@@ -43,7 +38,7 @@ class RemoteAddress:
 
     @functools.cache  # noqa: B019 - a process has few addresses
     def tls(self) -> ssl.SSLContext | None:
-        """Returns the TLS settings; None: those of this machine."""
+        """None: the TLS settings of this machine."""
         if not self.ca_certs and not self.certfile:
             return None
         import ssl
@@ -89,8 +84,7 @@ class InteractiveSandbox(Sandbox, Protocol):
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AbstractAsyncContextManager[StartedProgram]:
         """Starts an interactive program; kills it at the end of the block. Other requests wait
-        until then.
-        """
+        until then."""
 
     async def lead_out(self, serve: OnConnection) -> Closable | None:
         """Serves connections of its programs, which from now on take `serve` for their HTTP proxy
@@ -116,11 +110,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class InteractiveProgram:
-    """`live` is its whole life, in a task of its own; the rest is for requests.
-
-    Args:
-        seconds: until it is killed.
-    """
+    """`live` is its whole life, in a task of its own; the rest is for requests."""
 
     def __init__(
         self,
@@ -168,7 +158,7 @@ class InteractiveProgram:
         await asyncio.shield(self._streams)
 
     async def send(self, data: bytes) -> None:
-        """Sends input; what a program that has ended does not take is dropped."""
+        """What a program that has ended does not take is dropped."""
         _, writer = await asyncio.shield(self._streams)
         try:
             writer.write(data)

@@ -41,14 +41,10 @@ _SPECIAL = frozenset(":,\\ \t\n")
 
 
 def show_without(folder: str, hidden: Sequence[str], target: str, spare: str) -> bool:
-    """Shows `folder` at `target`, read-only, without what is hidden in it.
+    """Shows `folder` at `target`, read-only, without the paths `hidden` in it.
 
-    Args:
-        hidden: paths below `folder`.
-        target, spare: empty folders; nothing stays in `spare`.
-
-    Returns:
-        Whether it does: not on every file system and kernel, nor where something is mounted in it.
+    `target` and `spare` are empty folders; nothing stays in `spare`. Returns whether it does: not
+    on every file system and kernel, nor where something is mounted in it.
     """
     real = os.path.realpath(folder)  # where mounts are listed
     if _SPECIAL & {*real, *spare} or _holds_mounts(real):
@@ -80,7 +76,7 @@ def _like(path: str, folder: str, spare: str) -> str:
 
 
 def _holds_mounts(folder: str) -> bool:
-    """Returns whether something is mounted below `folder`: an overlay would not show it."""
+    """Whether something is mounted below `folder`: an overlay would not show it."""
     below = os.fsencode(folder) + b"/"
     with open("/proc/self/mountinfo", "rb") as lines:
         return any(line.split()[4].startswith(below) for line in lines)
@@ -130,7 +126,8 @@ def enter_outer(
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
 
-    Call `own_users` first.
+    Call `own_users` first. Returns the exit status of that process. If either process dies, the
+    other is killed.
 
     Args:
         root: an empty directory; only this call's processes see what is mounted there.
@@ -138,9 +135,6 @@ def enter_outer(
         contents: files of /etc by name.
         shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
         partly: see `system.partly_visible`.
-
-    Returns:
-        The exit status of that process. If either process dies, the other is killed.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
@@ -159,8 +153,7 @@ def enter_outer(
 def fork_inner(uid: int | None) -> int:
     """Forks a child that is process 1 of fresh namespaces; it must call `settle_inner` first.
 
-    Args:
-        uid: user that owns the namespaces; None: the current user.
+    `uid`: user that owns the namespaces; None: the current user.
     """
     if uid is None:
         return linux.fork_into(_INNER)
@@ -178,7 +171,7 @@ def fork_inner(uid: int | None) -> int:
 
 
 def owner(uid: int | None) -> tuple[int, int]:
-    """Returns the user and group that own `fork_inner`'s namespaces; call it before the fork."""
+    """The user and group that own `fork_inner`'s namespaces; call it before the fork."""
     return (uid, uid) if uid is not None else (os.geteuid(), os.getegid())
 
 
@@ -291,7 +284,6 @@ def _build_root(
 
 
 def _show(root: str, path: str) -> None:
-    """Shows `path` of the host at the same place below `root`, read-only."""
     target = root + path
     try:
         mode = os.lstat(path).st_mode

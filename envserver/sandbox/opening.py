@@ -1,10 +1,4 @@
-"""Opens sandboxes at an address, and for scorers and `tasks` (`Environment.sandboxes`).
-
-A `WatchedSandboxes` works from any event loop: each sandbox has its own connection: it ends with
-the process and can be used from any thread with an event loop. A failure of the sandbox is
-remembered, because a scorer may mistake it for a failure of the model: its score of that rollout
-does not count.
-"""
+"""Opens sandboxes at an address, and for scorers and `tasks` (`Environment.sandboxes`)."""
 
 from __future__ import annotations
 
@@ -38,10 +32,11 @@ def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
 
 
 class WatchedSandboxes:
-    """See `sandbox_interface.Sandboxes`.
+    """Sandboxes for any event loop and thread: each has its own connection, and ends with the
+    process.
 
-    Args:
-        address: of the sandboxes (`SandboxSource.address`).
+    A failure of the sandbox is remembered, because a scorer may mistake it for a failure of the
+    model: its score of that rollout does not count.
     """
 
     def __init__(self, address: SandboxAddress) -> None:
@@ -59,7 +54,6 @@ class WatchedSandboxes:
             yield _WatchedSandbox(sandbox, self)
 
     async def watch(self, request: Coroutine[Any, Any, T]) -> T:
-        """Awaits `request` and remembers a SandboxError that it raises."""
         try:
             return await request
         except SandboxError as error:
@@ -81,8 +75,6 @@ def _watched(
 
 
 class _WatchedSandbox:
-    """See `sandbox_interface.Sandbox`."""
-
     def __init__(self, sandbox: Sandbox, watcher: WatchedSandboxes) -> None:
         self.id = sandbox.id
         self.isolation = sandbox.isolation

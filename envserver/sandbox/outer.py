@@ -39,12 +39,8 @@ def enter(
 ) -> int:
     """Runs `run` in the outer layer of `backend`; backends without one run it here.
 
-    Args:
-        root: an empty directory.
-        shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
-
-    Returns:
-        Its exit status; where there is a layer, that of its first process.
+    `root` is an empty directory; `shown` a folder of this machine that appears at `PLACE`, read-
+    only. Returns its exit status; where there is a layer, that of its first process.
     """
     if backend == "namespace":
         return namespaces.enter_outer(
@@ -60,7 +56,7 @@ def enter(
 
 
 def first_user(kind: str, count: int) -> int | None:
-    """Returns the first of `count` user ids for `kind` ("sandbox" or "worker"); None if not root.
+    """The first of `count` user ids for `kind` ("sandbox" or "worker"); None if not root.
 
     The range depends on the process id, so that servers on one machine rarely share user ids.
     """

@@ -1,8 +1,6 @@
 """Tries whether a backend works on this machine: runs programs in it that try to get out.
 
-`examine` makes one sandbox with a few small programs in it; each check says what was tried and in
-which words it was refused, or that it was not. It takes about a second and never raises: what goes
-wrong is a check that does not hold.
+It takes about a second and never raises: what goes wrong is a check that does not hold.
 """
 
 from __future__ import annotations
@@ -85,14 +83,14 @@ def _all(packages: dict[str, set[str]], private: Sequence[str]) -> list[str]:
 
 
 def _relative(places: set[str]) -> Iterator[str]:
-    """Yields the files of a package, from the directory that it is imported from."""
+    """The files of a package, from the directory that it is imported from."""
     for place in places:
         for path in _files(place):
             yield str(Path(path).relative_to(Path(place).parent))
 
 
 def _files(place: str) -> list[str]:
-    """Returns the files in a folder, except for those of a Python in it; or the file itself."""
+    """The files in a folder, except for those of a Python in it; or the file itself."""
     if Path(place).is_file():
         return [place]
     return list(itertools.islice(_walk(place, shown_roots()), _MOST_FILES))
@@ -116,10 +114,7 @@ LANDLOCK_ENOUGH = 6
 
 
 def remedies(backend: str) -> list[str]:
-    """Returns what to do if a backend does not work here, likeliest first.
-
-    Empty only for unsafe-local.
-    """
+    """What to do if a backend does not work here, likeliest first. Empty only for unsafe-local."""
     match backend:
         case "bubblewrap":
             return ["Install bubblewrap (apt install bubblewrap).", *_user_namespaces()]
@@ -198,13 +193,7 @@ _LONGEST_SECONDS = 30.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One promise of a backend.
-
-    Args:
-        name: the promise in a few words.
-        held: whether the backend kept it.
-        tried: what was tried, each with its outcome.
-    """
+    """One promise of a backend. `tried`: what was tried, each with its outcome."""
 
     name: str
     held: bool
@@ -215,8 +204,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of trying a backend on this machine.
 
     Args:
-        works: whether all checks passed.
-        checks: the checks; empty if no sandbox could be made.
+        checks: empty if no sandbox could be made.
         failure: why it does not work; "" if it works.
         remedies: what a person can do about it.
         weaknesses: what this backend does not prevent even if it works.
@@ -242,7 +230,6 @@ WEAKNESSES = {
 
 
 def unavailable(backend: str, failure: str) -> ProbeReport:
-    """Returns the report for a backend that cannot make any sandbox."""
     words = failure.strip() or "without a word"
     return ProbeReport(backend=backend, works=False, failure=words, remedies=remedies(backend))
 

@@ -1,8 +1,8 @@
 """Turns a fork of the in-sandbox server into a program that a model wrote.
 
-`become` is called in the fresh child. What always holds when the first instruction of the program
-runs: the only descriptors are 0, 1 and 2; it has only the variables that it was given; its limits
-and backend are in place; it is alone in its session.
+Invariants when the first instruction of the program runs: the only descriptors are 0, 1 and 2; it
+has only the variables that it was given; its limits and backend are in place; it is alone in its
+session.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADDRESS_SPACE_MB = 4096
 
 
 class Program:
-    """A program to run: `code` in a warm Python, or `argv` if `code` is None."""
+    """`code` in a warm Python, or `argv` if `code` is None."""
 
     def __init__(
         self,
@@ -54,9 +54,8 @@ def become(
 ) -> NoReturn:
     """Turns this process into the program.
 
-    Args:
-        descriptors: its standard input, output and error.
-        enclose: drops the rights that it must not have; called last, just before it begins.
+    `descriptors`: its standard input, output and error; `enclose` drops the rights that it must not
+    have, last.
     """
     status = NOT_STARTED
     try:
@@ -84,7 +83,7 @@ def become(
 
 
 def _set_variables(env: dict[str, str]) -> None:
-    """Sets the variables that differ: a zygote has the usual ones already."""
+    """Only those that differ: a zygote has the usual ones already."""
     for name in [name for name in os.environ if name not in env]:
         del os.environ[name]
     for name, value in env.items():

@@ -35,13 +35,11 @@ ORDER = ("bubblewrap", "namespace", "landlock")
 
 
 def candidates(backend: str) -> tuple[str, ...]:
-    """Returns the backends to try for a setting, in order."""
     return ORDER if backend == "auto" else (backend,)
 
 
 def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
-    """The report on a backend of which it is plain, before anything is started, that it cannot
-    be."""
+    """The report on a backend that plainly cannot be, before anything is started."""
     if backend == "bubblewrap" and bubblewrap.installed() is None:
         return unavailable(backend, "bwrap is not installed")
     if backend == "landlock":
@@ -54,7 +52,7 @@ def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
 
 
 def announce(report: ProbeReport, failed: Sequence[ProbeReport]) -> None:
-    """Logs the chosen backend; warns if it is weak or if a better one failed."""
+    """Warns if the chosen backend is weak or if a better one failed."""
     tried = {each.backend: each.failure for each in failed}
     if report.backend in WEAKNESSES:
         does_not_hold = ", ".join(WEAKNESSES[report.backend])
@@ -72,7 +70,6 @@ def announce(report: ProbeReport, failed: Sequence[ProbeReport]) -> None:
 
 
 def nothing_works(failed: Sequence[ProbeReport]) -> ConfigError:
-    """The refusal: every backend that was tried, why it failed, and what to do."""
     reasons = "; ".join(f"{report.backend}: {report.failure}" for report in failed)
     steps = list(dict.fromkeys(step for report in failed for step in report.remedies))
     if all(report.backend != "docker" for report in failed):
@@ -95,10 +92,8 @@ _log = structlog.get_logger("envserver.sandbox")
 class SandboxService:
     """`async with` it: sandboxes can be opened at `address` until the end.
 
-    Args:
-        config: the backend and the maximum number of sandboxes.
-        private: paths of environments and data that are not installed; programs never see them,
-            nor this process's working folder.
+    `private`: paths of environments and data that are not installed; programs never see them, nor
+    this process's working folder.
     """
 
     def __init__(self, config: LocalSandboxConfig, private: Sequence[str] = ()) -> None:
@@ -114,7 +109,7 @@ class SandboxService:
 
     @property
     def private(self) -> list[str]:
-        """All paths that programs never see; see `system.hidden_paths`."""
+        """See `system.hidden_paths`."""
         return [str(Path.cwd()), *self._private]
 
     async def __aenter__(self) -> Self:
@@ -274,7 +269,7 @@ class SandboxService:
 
 
 async def probe(backend: str, config: LocalSandboxConfig) -> ProbeReport:
-    """Tries whether `backend` works on this machine with `config`. Never raises."""
+    """Tries whether `backend` works on this machine. Never raises."""
     service = SandboxService(config)
     try:
         return await service.attempt(backend)

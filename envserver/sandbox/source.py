@@ -49,7 +49,7 @@ def maker_class(reference: str) -> Callable[[], Sandboxes]:
 
 
 class CustomSandboxes:
-    """See `maker.SandboxMaker`. The class may have an async context of its own."""
+    """A user's class as a `SandboxMaker`. It may have an async context of its own."""
 
     def __init__(self, reference: str) -> None:
         self._made = maker_class(reference)()
@@ -92,7 +92,7 @@ def _typed(
 
 
 class ForeignSandbox:
-    """A sandbox of such a class; see `maker.InteractiveSandbox`. It has no interactive programs."""
+    """A sandbox of such a class, without interactive programs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.id = sandbox.id
@@ -136,7 +136,7 @@ class SandboxSource(Protocol):
 
     @property
     def address(self) -> SandboxAddress:
-        """Is given to `opening.sandboxes_at`, in any process of this machine."""
+        """For `opening.sandboxes_at`, in any process of this machine."""
 
     @property
     def private(self) -> list[str]:
@@ -144,8 +144,6 @@ class SandboxSource(Protocol):
 
 
 class RemoteSource:
-    """See `SandboxSource`."""
-
     backend = "remote"
 
     def __init__(self, address: SandboxAddress) -> None:
@@ -154,7 +152,7 @@ class RemoteSource:
 
 
 def custom_sandboxes(reference: str) -> RemoteSource:
-    """Returns the sandboxes of a class; see `SandboxConfig.maker`."""
+    """See `SandboxConfig.maker`."""
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
         reference = f"{Path(place).absolute()}:{name}"  # for processes with other folders

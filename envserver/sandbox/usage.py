@@ -75,7 +75,6 @@ class Accounts:
         self._own = _opened(f"/proc/self/task/{os.getpid()}/io")
 
     cpu_exact = False
-    """Whether `cpu_seconds` misses nothing."""
 
     def cpu_seconds(self, living: float = 0.0) -> float:
         """User and system time, with that of the `living` processes."""
@@ -135,14 +134,14 @@ class Sample:
 
 
 def numbers(proc: str = "/proc") -> Iterator[int]:
-    """Yields the ids of all processes that the file system `proc` shows."""
+    """The ids of all processes that the file system `proc` shows."""
     for entry in os.scandir(proc):
         if entry.name.isdigit():
             yield int(entry.name)
 
 
 def sample(programs: Iterable[int], memory_limit: int, proc: str = "/proc") -> Sample:
-    """A look at `programs`, numbered as in `proc`; those that end meanwhile count as nothing."""
+    """`programs` are numbered as in `proc`; those that end meanwhile count as nothing."""
     resident = cpu_ticks = processes = 0
     found = []
     for pid in programs:

@@ -53,11 +53,8 @@ def encode(*parts: Any) -> bytes:
 
 
 class Frames:
-    """Collects bytes into frames.
-
-    Args:
-        most_text: bytes of text in one; text may be a hundred times as large when it is read.
-    """
+    """Collects bytes into frames. `most_text`: bytes of text in one; it may be a hundred times as
+    large when it is read."""
 
     def __init__(self, most_text: int = MAX_FRAME_BYTES) -> None:
         self._most_text = most_text

@@ -61,7 +61,6 @@ class Boot:
 
 
 def main(boot_json: str) -> None:
-    """Runs a zygote until its end (and the process that holds its outer layer)."""
     boot = Boot(**json.loads(boot_json))
     control = socket.socket(fileno=boot.control_fd)
     try:
@@ -83,7 +82,6 @@ def _tell(control: socket.socket, *message: Any, descriptors: tuple[int, ...] = 
 
 
 def _obey(boot: Boot, control: socket.socket) -> None:
-    """Forks until the supervisor closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     sys.path[:] = boot.seen["search_path"]
     os.environ.clear()
@@ -119,7 +117,6 @@ def _be_first_to_die() -> None:
 def _make(
     boot: Boot, control: socket.socket, channel: socket.socket, request_id: int, uid: int | None
 ) -> None:
-    """Forks the in-sandbox server of one sandbox and reports it to the supervisor."""
     directory, owner = "", namespaces.owner(uid)
     try:
         if boot.backend in NAMESPACE_BACKENDS:
