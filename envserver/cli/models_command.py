@@ -147,11 +147,11 @@ def run_start(argv: list[str]) -> int:
 
 async def _start(settings: StartSettings) -> None:
     from ..models.catalogue import find_model, read_catalogue
-    from ..models.manager import engine_spec, running_engine
+    from ..models.manager import running_engine
 
     config = settings.engine
     entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
-    async with running_engine(engine_spec(entry, config), tell=_say) as engine:
+    async with running_engine(entry, config, tell=_say) as engine:
         print(engine.base_url, flush=True)
         await engine.until_lost()
 

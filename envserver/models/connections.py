@@ -97,13 +97,22 @@ class EngineAddresses:
                 pass  # a name: its addresses may be in an allowed network
             else:
                 raise _refused(host)
-        loop = asyncio.get_running_loop()
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            entries = await _addresses_of(host, port)
         except (OSError, UnicodeError):
             raise InputError(f"There is no host {host[:100]!r}.", place="url") from None
-        if not all(self.may_be(str(one[4][0])) for one in found):
+        if not all(self.may_be(str(entry[4][0])) for entry in entries):
             raise _refused(host)
+
+    async def resolve(self, host: str, port: int) -> list[Any]:
+        """For connections: leaves out addresses that may not be engines."""
+        entries = await _addresses_of(host, port)
+        if not self.is_checked(host, port):
+            return entries
+        allowed = [entry for entry in entries if self.may_be(str(entry[4][0]))]
+        if not allowed:
+            raise OSError(None, "its address may not be that of an engine")
+        return allowed
 
     def may_be(self, address: str) -> bool:
         """Whether a host that the settings do not name may have this address."""
@@ -132,6 +141,10 @@ class EngineAddresses:
         )
 
 
+async def _addresses_of(host: str, port: int) -> list[Any]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
 def _place(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
@@ -153,23 +166,6 @@ def _refused(host: str) -> InputError:
         hint="--engines.allow lists the hosts at which engines may be registered.",
         place="url",
     )
-
-
-class CheckedResolver:
-    """Resolves names for connections; leaves out addresses that may not be engines."""
-
-    def __init__(self, addresses: EngineAddresses) -> None:
-        self._addresses = addresses
-
-    async def resolve(self, host: str, port: int) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        if not self._addresses.is_checked(host, port):
-            return found
-        allowed = [one for one in found if self._addresses.may_be(str(one[4][0]))]
-        if not allowed:
-            raise OSError(None, "its address may not be that of an engine")
-        return allowed
 
 
 MAX_NESTING = 100
@@ -275,8 +271,8 @@ class Decoder:
         return f"The engine has {listed}{others}: set openai.model_name."
 
     def _without_key(self, text: str) -> str:
-        is_secret = len(self._key or "") >= _LEAST_SECRET  # "x" would be found in many words
-        return text.replace(self._key, "***") if self._key and is_secret else text
+        is_secret = len(self._key) >= _LEAST_SECRET  # "x" would be found in many words
+        return text.replace(self._key, "***") if is_secret else text
 
 
 @lru_cache(maxsize=16)
@@ -322,11 +318,8 @@ def first_model(answer: dict[str, Any]) -> str:
 def model_names(answer: dict[str, Any]) -> list[str]:
     """The models' names in an answer to `/v1/models`, without malformed entries."""
     models = answer.get("data")
-    ids = (
-        [one.get("id") for one in models if isinstance(one, dict)]
-        if isinstance(models, list)
-        else []
-    )
+    entries = models if isinstance(models, list) else []
+    ids = [entry.get("id") for entry in entries if isinstance(entry, dict)]
     return [name for name in ids if isinstance(name, str)]
 
 
@@ -394,7 +387,7 @@ class Connections:
         self._pool: HttpPool | None = None
 
     async def __aenter__(self) -> Connections:
-        self._pool = HttpPool(CheckedResolver(self._addresses).resolve, watchful_socket)
+        self._pool = HttpPool(self._addresses.resolve, watchful_socket)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -426,7 +419,7 @@ class Connections:
                 status=status,
                 base_url=replica.url,
             )
-        data = await _beginning(response)
+        data = await whole(response, MAX_REFUSAL_BYTES, cut=True)
         if is_refusal(status):
             raise self._decoder.refused(status, data)
         seconds = retry_after(response.headers)
@@ -460,23 +453,20 @@ class Exchange:
             raise _retryable(self._replica, error) from None
 
 
-async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
+async def whole(
+    response: Response, max_bytes: int = _MAX_ANSWER_BYTES, *, cut: bool = False
+) -> bytes:
+    """The body; one of over `max_bytes` raises EngineGarbage, or with `cut` ends about there."""
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
         parts.append(part)
         size += len(part)
         if size > max_bytes:
+            if cut:
+                break
             raise EngineGarbage(f"The engine's answer is over {max_bytes} bytes.")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-@contextmanager
-def typed(replica: Replica) -> Iterator[None]:
-    try:
-        yield
-    except HttpError as error:
-        raise _retryable(replica, error) from None
 
 
 def _retryable(replica: Replica, error: HttpError) -> RetryableError:
@@ -500,15 +490,16 @@ async def in_time(deadline: float, work: Awaitable[T]) -> T:
 
 
 @contextmanager
-def read_by(deadline: float, response: Response) -> Iterator[None]:
-    """Makes reads of the body raise TimeoutError from the loop's time `deadline` on.
+def read_by(deadline: float, response: Response, replica: Replica) -> Iterator[None]:
+    """For reads of the body: TimeoutError from the loop's time `deadline` on, else RetryableError.
 
     One timer serves a whole stream, which may have thousands of reads.
     """
-    loop = asyncio.get_running_loop()
-    timer = loop.call_at(deadline, response.fail, TimeoutError())
+    timer = asyncio.get_running_loop().call_at(deadline, response.fail, TimeoutError())
     try:
         yield
+    except HttpError as error:
+        raise _retryable(replica, error) from None
     finally:
         timer.cancel()
 
@@ -533,15 +524,6 @@ def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
         if hasattr(socket, name):
             made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     return made
-
-
-async def _beginning(response: Response) -> bytes:
-    data = b""
-    while part := await response.read():
-        data += part
-        if len(data) > MAX_REFUSAL_BYTES:
-            break
-    return data
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -8,10 +8,9 @@ current. An engine that went away is checked again, and its version must be repo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -60,13 +59,12 @@ class Fleet:
 
     def __init__(self, engine: OpenAIEngine, check: Check, confirm: Check | None = None) -> None:
         self.addresses = engine.addresses
-        self.changed: Callable[[], None] = _ignore
+        self.changed: Callable[[], None] = lambda: None
         self._engine = engine
         self._routes = engine.routes
         self._check = check
         self._confirm = confirm or check
         self._confirming: dict[Replica, asyncio.Task[None]] = {}
-        self._ttls: dict[Replica, float] = {}
         self._checks: dict[Replica, asyncio.Task[None]] = {}
         self._expiry: asyncio.Task[None] | None = None
 
@@ -98,14 +96,17 @@ class Fleet:
 
     def at(self, url: str) -> Replica | None:
         engine_id = replica_id(root_of(url))
-        return next((one for one in self._routes.all if one.id == engine_id), None)
+        return next((each for each in self._routes.all if each.id == engine_id), None)
 
     def registrations(self) -> list[Registration]:
         """What the store keeps: registered engines and reported versions."""
         return [
-            msgspec.structs.replace(_registration(one), ttl_seconds=self._ttls.get(one))
-            for one in self._routes.all
-            if one.origin == "registered" or one.version is not None or one.draining or one.paused
+            _registration(replica)
+            for replica in self._routes.all
+            if replica.origin == "registered"
+            or replica.version is not None
+            or replica.draining
+            or replica.paused
         ]
 
     def shared(self) -> list[Registration]:
@@ -114,32 +115,34 @@ class Fleet:
         An address of this machine in the settings would be another engine there.
         """
         return [
-            _registration(one)
-            for one in self._routes.all
-            if one.admitted
-            and (one.follows or self._routes.version_of(one) is not None)
-            and not (one.origin == "setting" and is_loopback(urlsplit(one.url).hostname or ""))
+            _registration(replica)
+            for replica in self._routes.all
+            if replica.admitted
+            and (replica.follows or self._routes.version_of(replica) is not None)
+            and (
+                replica.origin != "setting" or not is_loopback(urlsplit(replica.url).hostname or "")
+            )
         ]
 
     @property
     def doubts(self) -> bool:
         """Whether an engine that the server named went away, so that its version is in doubt."""
-        return any(not one.is_sure for one in self._routes.all if one.origin == "server")
+        return any(not each.is_sure for each in self._routes.all if each.origin == "server")
 
     def restore(self, stored: Iterable[Registration]) -> None:
         """Registers the store's engines again after a start of the server."""
-        for one in stored:
-            known = self.at(one.url)
-            is_over = one.expires_at is not None and one.expires_at <= time.time()
-            if known is None and (one.origin != "registered" or is_over):
-                continue
-            replica = known or self._add(one.url, "registered")
-            replica.version, replica.follows = one.version, one.follows
-            replica.draining, replica.paused = one.draining, one.paused
-            replica.tells = one.version is not None and one.ttl_seconds is not None
-            if one.ttl_seconds is not None:
-                self._ttls[replica] = one.ttl_seconds
-                replica.expires_at = one.expires_at
+        for entry in stored:
+            replica = self.at(entry.url)
+            if replica is None:
+                is_over = entry.expires_at is not None and entry.expires_at <= time.time()
+                if entry.origin != "registered" or is_over:
+                    continue
+                replica = self._add(entry.url, "registered")
+            replica.version, replica.follows = entry.version, entry.follows
+            replica.draining, replica.paused = entry.draining, entry.paused
+            replica.tells = entry.version is not None and entry.ttl_seconds is not None
+            if entry.ttl_seconds is not None:
+                replica.ttl_seconds, replica.expires_at = entry.ttl_seconds, entry.expires_at
         self._routes.changed()
 
     def register(
@@ -160,7 +163,7 @@ class Fleet:
             # An engine that is there before the first version has each that is published.
             replica.follows = version is None and self._routes.version() < 0
         if ttl_seconds is not None and replica.origin != "setting":
-            self._ttls[replica] = ttl_seconds
+            replica.ttl_seconds = ttl_seconds
             replica.expires_at = time.time() + ttl_seconds
         if version is not None:
             replica.tells = ttl_seconds is not None
@@ -173,12 +176,12 @@ class Fleet:
         if (replica.version, replica.is_sure) != (version, True):
             _log.info("engine_version", base_url=replica.url, version=version)
         replica.version, replica.is_sure = version, True
-        self._told()
+        self._changed()
 
     def drain(self, replica: Replica) -> None:
         """Gives `replica` no new rollouts; current ones stay until they end."""
         replica.draining = True
-        self._told()
+        self._changed()
 
     async def pause(
         self, replica: Replica, in_flight: Literal["drain", "keep", "abort"], timeout_seconds: float
@@ -191,7 +194,7 @@ class Fleet:
         """
         replica.paused = True
         replica.give_up_requests(sent=in_flight == "abort")
-        self._told()
+        self._changed()
         if in_flight == "keep":
             return True
         with suppress(TimeoutError):
@@ -202,7 +205,7 @@ class Fleet:
 
     def resume(self, replica: Replica) -> None:
         replica.paused = replica.draining = False
-        self._told()
+        self._changed()
 
     def remove(self, replica: Replica) -> None:
         if replica.origin == "setting":
@@ -213,13 +216,13 @@ class Fleet:
         self._remove(replica, "removed")
 
     def sync(self, origin: Origin, wanted: Sequence[Registration]) -> None:
-        ids = {replica_id(root_of(one.url)) for one in wanted}
+        ids = {replica_id(root_of(entry.url)) for entry in wanted}
         for replica in self.replicas:
             if replica.origin == origin and replica.id not in ids:
                 self._remove(replica, "no longer listed")
-        for one in wanted:
+        for entry in wanted:
             try:
-                self._sync(origin, one)
+                self._sync(origin, entry)
             except (ConfigError, StoreFull) as error:
                 _log.warning("engine_not_registered", origin=origin, reason=error.message)
 
@@ -282,10 +285,8 @@ class Fleet:
         return replica
 
     def _remove(self, replica: Replica, why: str) -> None:
-        checking = self._checks.pop(replica, None)
-        if checking is not None:
+        if (checking := self._checks.pop(replica, None)) is not None:
             checking.cancel()
-        self._ttls.pop(replica, None)
         self._engine.remove(replica)
         _log.info("engine_gone", base_url=replica.url, why=why)
         self.changed()
@@ -322,7 +323,7 @@ class Fleet:
         replica.checked(True)
         _log.info("engine_admitted", base_url=replica.url)
         self._checks.pop(replica, None)
-        self._told()
+        self._changed()
 
     def _refuse(self, replica: Replica, error: ConfigError | EngineError) -> None:
         is_refused = not isinstance(error, EngineUnavailable)
@@ -331,37 +332,27 @@ class Fleet:
         replica.refusal, replica.is_refused = str(error), is_refused
         self._routes.changed()
 
-    def _told(self) -> None:
+    def _changed(self) -> None:
         self._routes.changed()
         self.changed()
 
     async def _expire(self) -> None:
         while True:
             now = time.time()
-            ends = [one.expires_at for one in self._routes.all if one.expires_at is not None]
+            wait = _LONGEST_SLEEP_SECONDS
             for replica in self.replicas:
-                if replica.expires_at is not None and replica.expires_at <= now:
+                if replica.expires_at is None:
+                    continue
+                if replica.expires_at <= now:
                     self._remove(replica, "no heartbeat within its ttl")
-            wait = min([end - now for end in ends if end > now], default=_LONGEST_SLEEP_SECONDS)
-            await asyncio.sleep(min(max(wait, _LOOK_SECONDS), _LONGEST_SLEEP_SECONDS))
+                else:
+                    wait = min(wait, replica.expires_at - now)
+            await asyncio.sleep(max(wait, _LOOK_SECONDS))
 
 
 def _registration(replica: Replica) -> Registration:
-    return Registration(
-        url=replica.url,
-        origin=replica.origin,
-        version=replica.version,
-        expires_at=replica.expires_at,
-        follows=replica.follows,
-        draining=replica.draining,
-        paused=replica.paused,
-    )
+    return msgspec.convert(replica, Registration, from_attributes=True)
 
-
-def _ignore() -> None: ...
-
-
-Listed = list[Registration]
 
 _MOST_BYTES: Final = 1_000_000
 _BETWEEN_READS_SECONDS: Final = 0.2
@@ -375,7 +366,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 _LINE: Final = msgspec.json.Decoder(_Line)
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None]:
     """Reads `engines.file` before the block begins, and repeatedly while it runs.
 
@@ -384,39 +375,32 @@ async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None
     if (file := config.file) is None:
         yield
         return
-    source = _Source(fleet, file)
-    await source.look()
-    task = asyncio.create_task(source.run(config.poll_seconds), name="file engines")
+    problem = await _sync_with(fleet, file, "")
+
+    async def repeat(problem: str) -> None:
+        while True:
+            await asyncio.sleep(config.poll_seconds)
+            problem = await _sync_with(fleet, file, problem)
+
+    task = asyncio.create_task(repeat(problem), name="file engines")
     try:
         yield
     finally:
         await cancel_and_wait(task)
 
 
-class _Source:
-    def __init__(self, fleet: Fleet, file: Path) -> None:
-        self._fleet = fleet
-        self._file = file
-        self._problem = ""
-
-    async def run(self, poll_seconds: float) -> None:
-        while True:
-            await asyncio.sleep(poll_seconds)
-            await self.look()
-
-    async def look(self) -> None:
-        try:
-            listed = await _whole_list(self._file)
-        except InputError as error:
-            if str(error) != self._problem:
-                _log.warning("engines_not_listed", origin="file", reason=str(error))
-            self._problem = str(error)
-            return
-        self._problem = ""
-        self._fleet.sync("file", listed)
+async def _sync_with(fleet: Fleet, file: Path, last_problem: str) -> str:
+    """Reads the list once and updates the fleet; returns why it could not be read, or ""."""
+    try:
+        fleet.sync("file", await _whole_list(file))
+    except InputError as error:
+        if str(error) != last_problem:
+            _log.warning("engines_not_listed", origin="file", reason=str(error))
+        return str(error)
+    return ""
 
 
-async def _whole_list(path: Path) -> Listed:
+async def _whole_list(path: Path) -> list[Registration]:
     """Reads the list twice and raises if the reads differ: it may be half written."""
     listed = await asyncio.to_thread(read_list, path)
     await asyncio.sleep(_BETWEEN_READS_SECONDS)
@@ -425,7 +409,7 @@ async def _whole_list(path: Path) -> Listed:
     return listed
 
 
-def read_list(path: Path) -> Listed:
+def read_list(path: Path) -> list[Registration]:
     """A line is an address, or a JSON object with `url` and `version`; empty lines and those that
     begin with # are skipped."""
     try:

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import orjson
 from envserver_records.errors import (
     ConfigError,
@@ -41,7 +42,6 @@ from .connections import (
     first_model,
     in_time,
     read_by,
-    typed,
     whole,
 )
 from .engine import EngineRequest, ReplicaHealth
@@ -99,8 +99,7 @@ class ReplicaMonitor:
     async def __aexit__(self, *exc: object) -> None:
         tasks = [task for each in self._tasks.values() for task in each]
         self._tasks.clear()
-        ends = await cancel_and_wait(*tasks)
-        for end in ends:
+        for end in await cancel_and_wait(*tasks):
             if end is not None and not isinstance(end, asyncio.CancelledError):
                 raise end
 
@@ -121,13 +120,10 @@ class ReplicaMonitor:
                     missing_since = missing_since if misses else began
                     misses += 1
                     replica.checked(False, miss)
-                if misses >= _MISSES and lost and replica.heard_at < missing_since:
-                    self._give_up(replica)
+                is_hanging = misses >= _MISSES and lost and replica.heard_at < missing_since
+                if is_hanging and self._replicas.other_usable([replica]):
+                    replica.give_up_requests()
             await self._pause(replica, misses)
-
-    def _give_up(self, replica: Replica) -> None:
-        if self._replicas.other_usable([replica]):
-            replica.give_up_requests()
 
     async def _miss(self, replica: Replica) -> tuple[str, bool]:
         """Why its check failed ("" if not), and whether its calls may be lost.
@@ -149,17 +145,14 @@ class ReplicaMonitor:
 
     async def _pause(self, replica: Replica, misses: int) -> None:
         """Waits until the next check, which a failed call brings forward."""
-        seconds = self._check_seconds
+        replica.suspected.clear()
+        spread = random.uniform(0.8, 1.2)
         if misses:
             backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
-            seconds = backoff.seconds(misses)
-        replica.suspected.clear()
-        seconds *= random.uniform(0.8, 1.2)
-        if misses:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(backoff.seconds(misses) * spread)
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._check_seconds * spread):
                 await replica.suspected.wait()
             # Calls fail in bursts; one check is enough for all of them.
             await asyncio.sleep(self._check_seconds / 50)
@@ -172,12 +165,11 @@ class ReplicaMonitor:
             try:
                 status, text = await self._get(replica, "/metrics")
             except (TimeoutError, RetryableError, EngineError):
-                # `_check` looks after health.
-                continue
+                continue  # `_check` looks after health
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 continue
             load = read_load(text.decode(errors="replace"))
-            replica.measured(load)
+            replica.slots.observe(load)
             if load is None:
                 await asyncio.sleep(_LONGEST_PAUSE_SECONDS)
 
@@ -225,14 +217,14 @@ class OpenAIEngine:
         self._timeout_seconds = config.timeout
         self._check_seconds = check_seconds
         roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
-        self._replicas = Replicas(
+        self.routes = Replicas(
             roots, config.num_max_requests_at_once, routing=routing, max_lag=max_lag
         )
-        self._calls = Retrying(self._replicas, tries=tries, pause_seconds=pause_seconds)
+        self._calls = Retrying(self.routes, tries=tries, pause_seconds=pause_seconds)
         self._decoder = Decoder(key)
         self._connections = Connections(key, self._decoder, self.addresses)
         self._monitor = ReplicaMonitor(
-            self._replicas,
+            self.routes,
             self._connections,
             check_seconds=check_seconds,
             measure_seconds=measure_seconds,
@@ -312,13 +304,13 @@ class OpenAIEngine:
 
     async def health(self) -> list[ReplicaHealth]:
         """Asks every replica for its models, for at most `check_seconds`."""
-        return await asyncio.gather(*(self._health_of(replica) for replica in self._replicas.all))
+        return await asyncio.gather(*(self._health_of(replica) for replica in self.routes.all))
 
     def replicas(self) -> list[ReplicaHealth]:
-        return [self._known(replica) for replica in self._replicas.all]
+        return [self._known(replica) for replica in self.routes.all]
 
     def _known(self, replica: Replica) -> ReplicaHealth:
-        standing, reason = self._replicas.standing(replica)
+        standing, reason = self.routes.standing(replica)
         follows = replica.follows and replica.version is None
         return ReplicaHealth(
             replica.url,
@@ -336,26 +328,20 @@ class OpenAIEngine:
             origin=replica.origin,
             standing=standing,
             follows=follows,
-            version=None if follows else self._replicas.version_of(replica),
+            version=None if follows else self.routes.version_of(replica),
             rollouts=replica.rollouts,
             expires_at=replica.expires_at,
         )
 
-    # Replicas that come and go
-
-    @property
-    def routes(self) -> Replicas:
-        return self._replicas
-
     def add(self, url: str, origin: Origin, *, gets_key: bool) -> Replica:
         """Adds a replica, which gets no calls before it is admitted."""
-        replica = self._replicas.add(root_of(url), origin)
+        replica = self.routes.add(root_of(url), origin)
         replica.gets_key = gets_key
         self._monitor.watch(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        self._replicas.remove(replica)
+        self.routes.remove(replica)
         self._monitor.unwatch(replica)
 
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
@@ -369,17 +355,11 @@ class OpenAIEngine:
             reason = retryable.error.message
         except EngineError as error:
             reason = error.message
-        return ReplicaHealth(
-            replica.url,
+        return msgspec.structs.replace(
+            self._known(replica),
             healthy=not reason,
             seconds=0.0 if reason else time.monotonic() - started,
             reason=reason or replica.reason,
-            in_flight=replica.slots.used,
-            limit=replica.slots.limit,
-            waiting=replica.slots.waiting,
-            state=replica.state,
-            id=replica.id,
-            origin=replica.origin,
         )
 
     def _deadline(self, timeout_seconds: float) -> float:
@@ -456,18 +436,14 @@ class OpenAIEngine:
         before may be another one now."""
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
-        error.hint = await self._models_hint(replica, body) or error.hint
-        if replica.served[str(body.get("model"))]:
-            await self._confirm(replica)
-
-    async def _models_hint(self, replica: Replica, body: Json) -> str:
-        try:
+        with suppress(TimeoutError, RetryableError, EngineError):  # the refusal itself is shown
             answer = await in_time(
                 self._deadline(self._check_seconds), self._get(replica, "/v1/models")
             )
-        except (TimeoutError, RetryableError, EngineError):
-            return ""  # the refusal itself is the error to show
-        return self._decoder.models_hint(str(body.get("model", "")), answer)
+            hint = self._decoder.models_hint(str(body.get("model", "")), answer)
+            error.hint = hint or error.hint
+        if replica.served[str(body.get("model"))]:
+            await self._confirm(replica)
 
     async def _get(self, replica: Replica, path: str) -> Json:
         # Health checks and the like do not wait for a slot.
@@ -483,7 +459,7 @@ class OpenAIEngine:
     ) -> AsyncGenerator[Json]:
         parser = SseParser()
         ended = False
-        with read_by(deadline, response), typed(replica):
+        with read_by(deadline, response, replica):
             while not ended:
                 data = await response.read()
                 ended = not data

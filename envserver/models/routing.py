@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Final, Literal, TypeVar
 
@@ -142,36 +143,33 @@ class Replicas:
         self, rollout_id: str, avoid: Collection[Replica], patience_until: float
     ) -> Replica:
         """Waits for a replica that may have the call until the loop's time `patience_until`."""
-        if (found := self.pick(rollout_id, avoid)) is not None:
-            return found
-        try:
+        if (replica := self.pick(rollout_id, avoid)) is not None:
+            return replica
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(patience_until):
-                while (found := self.pick(rollout_id, avoid)) is None:
-                    if self._is_hopeless:
-                        break
+                while not self._is_hopeless:
                     await self._change.wait()
-        except TimeoutError:
-            found = None
-        if found is None:
-            hint = "Register one with POST /v1/engines, or tell the version that it has."
-            if self._is_hopeless:
-                hint = "Start the engine that the run began with, or begin another run."
-            raise EngineUnavailable(self.missing(), hint=hint)
-        return found
+                    if (replica := self.pick(rollout_id, avoid)) is not None:
+                        return replica
+        hint = "Register one with POST /v1/engines, or tell the version that it has."
+        if self._is_hopeless:
+            hint = "Start the engine that the run began with, or begin another run."
+        raise EngineUnavailable(self.missing(), hint=hint)
 
     @property
     def _is_hopeless(self) -> bool:
         """Whether all engines are of the settings, and others than they were."""
-        changed = [one.is_refused and one.origin == "setting" for one in self.all]
-        return bool(changed) and all(changed)
+        return bool(self.all) and all(
+            replica.is_refused and replica.origin == "setting" for replica in self.all
+        )
 
     def missing(self) -> str:
         if not self.all:
             return "No engine is known."
         standings = Counter(self.standing(replica)[0] for replica in self.all)
-        said = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
-        why = next((f": {one.refusal}" for one in self.all if one.is_refused), ".")
-        return f"No engine can be used: {said}{why}"
+        counts = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
+        why = next((f": {replica.refusal}" for replica in self.all if replica.is_refused), ".")
+        return f"No engine can be used: {counts}{why}"
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica | None:
         """The replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
@@ -181,18 +179,18 @@ class Replicas:
         the call.
         """
         home = self._homes.get(rollout_id)
-        takers = [one for one in self.all if self._takes(one, is_home=one is home)]
+        takers = [each for each in self.all if self._takes(each, is_home=each is home)]
         if not takers:
             return None
         if home is None or home not in takers:
             home = self._settle(rollout_id, takers)
         if home.usable and not home.slots.rounds and home not in avoid:
             return home
-        ranked = [home, *(one for one in _ranked(rollout_id, takers) if one is not home)]
-        usable = [one for one in ranked if one.usable]
+        ranked = [home, *(each for each in _ranked(rollout_id, takers) if each is not home)]
+        usable = [replica for replica in ranked if replica.usable]
         if not usable:
-            return min(ranked, key=lambda one: (one in avoid, one.aside_until))
-        return min(usable, key=lambda one: (one in avoid, one.slots.rounds))
+            return min(ranked, key=lambda replica: (replica in avoid, replica.aside_until))
+        return min(usable, key=lambda replica: (replica in avoid, replica.slots.rounds))
 
     def begun(self, rollout_id: str) -> None:
         """Registers a rollout, which has a home until it ends. Other calls are routed by a hash."""
@@ -210,7 +208,8 @@ class Replicas:
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
         return any(
-            one.usable and self._takes(one, is_home=False) and one not in avoid for one in self.all
+            replica.usable and self._takes(replica, is_home=False) and replica not in avoid
+            for replica in self.all
         )
 
     def _takes(self, replica: Replica, *, is_home: bool) -> bool:
@@ -223,10 +222,8 @@ class Replicas:
 
     def _settle(self, rollout_id: str, takers: list[Replica]) -> Replica:
         ranked = _ranked(rollout_id, takers)
-        if self._routing == "prefix":
-            home = min(ranked, key=lambda one: not one.usable)
-        else:
-            home = min(ranked, key=_load)
+        load = _load if self._routing == "least" else (lambda replica: not replica.usable)
+        home = min(ranked, key=load)
         if rollout_id in self._homes:
             self.ended(rollout_id)
             self._homes[rollout_id] = home
