@@ -29,6 +29,7 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
+    from envserver_local.simulated.policy import Solver
     from envserver_local.tiny.from_experts import TinyPlan
     from rich.progress import Progress
     from rich.table import Table
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ..environment import Environment
     from ..models.catalogue import ModelEntry
     from ..models.probe import ProbeResult
-    from ..models.sim import Solver
     from .console import Console
 
 

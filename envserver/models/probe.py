@@ -158,7 +158,7 @@ class ProbeClient:
         request = EngineRequest(path, {"model": self.model, **body}, "probe", _SECONDS)
         for left in reversed(range(self._tries)):
             try:
-                with _told_if_slow(path):
+                with _logs_if_slow(path):
                     return await self._engine.post(request)
             except (EngineUnavailable, EngineGarbage):
                 if not left:
@@ -231,22 +231,21 @@ def convert(value: Any, kind: type[T], path: str) -> T:
 def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
     """Whether two complete greedy answers to one prompt agree, up to a tie of two tokens."""
     pairs = zip(ours.token_ids or (), theirs.token_ids or (), strict=False)
-    for (our, their), one, other in zip(pairs, ours.scores(), theirs.scores(), strict=False):
+    for (our, their), a, b in zip(pairs, ours.scores(), theirs.scores(), strict=False):
         if our != their:
-            return abs(one - other) < _TIE and min(one, other) <= _HALF
+            return abs(a - b) < _TIE and min(a, b) <= _HALF
     return True
 
 
 def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
     """Whether one model can have given two greedy answers: the same tokens, up to a tie, with
     logprobs that differ by rounding only."""
-    pairs = zip(ours.scores(), theirs.scores(), strict=False)
-    away = [abs(one - other) for one, other in pairs]
+    away = [abs(a - b) for a, b in zip(ours.scores(), theirs.scores(), strict=False)]
     return same_tokens(ours, theirs) and sum(away) <= _ROUNDING * len(away)
 
 
 @contextmanager
-def _told_if_slow(path: str) -> Iterator[None]:
+def _logs_if_slow(path: str) -> Iterator[None]:
     """Logs once that an engine is slow to answer, as one that compiles or loads weights."""
     facts = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
     timer = asyncio.get_running_loop().call_later(
@@ -406,10 +405,10 @@ async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
     # /derender shows the end token as text, chat does not; empty ids are refused.
     spoken = ids[:-1] if ended and len(ids) > 1 else ids
     try:
-        message, *_ = await _derender(ask, [spoken], None)
+        message = await _derender(ask, spoken, None)
     except NotSupported:
         # A configured parser needs the request.
-        message, *_ = await _derender(ask, [spoken], chat.body)
+        message = await _derender(ask, spoken, chat.body)
         has_parser, has_reasoning = True, await _finds_reasoning(ask, chat)
     only_end = ended and len(ids) == 1
     if not only_end and not message.same(chat.choice.message or ProbeMessage()):
@@ -422,25 +421,21 @@ async def _finds_reasoning(ask: ProbeClient, chat: ChatProbe) -> bool:
     rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
     thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
     request = {**chat.body, "chat_template_kwargs": _THINKS}
-    (message,) = await _derender(ask, [thought_ids], request)
-    return message.has_reasoning
+    return (await _derender(ask, thought_ids, request)).has_reasoning
 
 
 async def _derender(
-    ask: ProbeClient, answers: list[list[int]], request: dict[str, Any] | None
-) -> list[ProbeMessage]:
-    choices = [
-        {"index": index, "finish_reason": "stop", "token_ids": ids}
-        for index, ids in enumerate(answers)
-    ]
-    body: dict[str, Any] = {"generate_response": {"request_id": "probe", "choices": choices}}
+    ask: ProbeClient, ids: list[int], request: dict[str, Any] | None
+) -> ProbeMessage:
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": ids}
+    body: dict[str, Any] = {"generate_response": {"request_id": "probe", "choices": [choice]}}
     if request is not None:
         body["chat_request"] = {"model": ask.model, **request}
     answer = read(await _scale_out(ask, DERENDER, body), DERENDER)
     messages = [choice.message for choice in answer.choices if choice.message is not None]
-    if len(messages) != len(answers):
-        raise NotSupported(f"{DERENDER} gives {len(messages)} messages for {len(answers)} answers.")
-    return messages
+    if len(messages) != 1:
+        raise NotSupported(f"{DERENDER} gives {len(messages)} messages for 1 answers.")
+    return messages[0]
 
 
 async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
@@ -582,7 +577,12 @@ async def _best(
             reasons[mode] = f"Not tried: openai.mode is {wanted}."
             continue
         try:
-            return mode, await _tried(ask, chat, mode), reasons
+            if mode == "tokens":
+                return mode, await try_tokens(ask, chat), reasons
+            if mode == "completions":
+                await try_completions(ask, chat)
+            chat.prompt_ids()
+            return mode, TokensMode(), reasons
         except NotSupported as no:
             reasons[mode] = str(no)
             if wanted == mode:
@@ -591,15 +591,6 @@ async def _best(
                     hint="openai.mode auto uses the best possible mode.",
                 ) from None
     return "opaque", TokensMode(), reasons
-
-
-async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensMode:
-    if mode == "tokens":
-        return await try_tokens(ask, chat)
-    if mode == "completions":
-        await try_completions(ask, chat)
-    chat.prompt_ids()
-    return TokensMode()
 
 
 def _echo(answer: ProbeAnswer, tools: list[dict[str, Any]]) -> list[Echo]:

@@ -67,7 +67,8 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     Also returns the demonstrator, which is given the solutions (simulated engine only).
     """
     if settings.model == SIMULATED:
-        from ..models.sim import RolloutSolver, SimEngine
+        from envserver_local.simulated.engine import SimEngine
+        from envserver_local.simulated.policy import RolloutSolver
 
         solver = RolloutSolver()
         return SimEngine(settings.sim, solver), solver

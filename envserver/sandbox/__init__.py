@@ -13,7 +13,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .client import SandboxClient
     from .docker import find_engine
-    from .opening import WatchedSandboxes
+    from .maker import WatchedSandboxes
     from .requests import Open
     from .service import SandboxService
 
@@ -25,7 +25,7 @@ __getattr__ = lazy_names(
         "Open": "requests",
         "SandboxClient": "client",
         "SandboxService": "service",
-        "WatchedSandboxes": "opening",
+        "WatchedSandboxes": "maker",
         "find_engine": "docker",
     },
 )

@@ -25,11 +25,9 @@ from typing import IO
 
 from . import linux
 from .linux import MS_NODEV, MS_NOEXEC, MS_NOSUID
-from .namespaces import PLACE
+from .namespaces import DEVICES, LINKS, PLACE
 
-DEVICES = ("null", "zero", "full", "random", "urandom")
 _DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
-_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 _HOLDER = ["/bin/sh", "-c", "echo ready && exec cat"]
 """Reports when the backend is ready, and ends when its input is closed."""
 
@@ -79,7 +77,7 @@ def command(
             words += ["--file", str(descriptor), f"/etc/{name}"]
     for name in DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, number in _LINKS.items():
+    for name, number in LINKS.items():
         words += ["--symlink", f"/proc/self/fd{number}", f"/dev/{name}"]
     words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
     return [*words, "--", *_HOLDER]

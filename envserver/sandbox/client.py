@@ -269,16 +269,11 @@ class ConnectedSandbox(AskedSandbox):
         return self.isolation in NAMESPACE_BACKENDS
 
     async def _gone(self) -> None:
-        loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        loop.add_reader(self._pidfd, gone.set)
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await gone.wait()
+                await _readable(self._pidfd)
         except TimeoutError:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        finally:
-            loop.remove_reader(self._pidfd)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
         """Sends one request and returns its answer; requests of several tasks take turns.
@@ -369,7 +364,7 @@ class ConnectedSandbox(AskedSandbox):
         return SandboxLost(f"The sandbox was lost: {reason}.")
 
 
-async def _readable(channel: socket.socket) -> None:
+async def _readable(channel: socket.socket | int) -> None:
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(channel, came.set)

@@ -171,19 +171,23 @@ def asked(
 ) -> str:
     """Runs the engine's command; returns why it failed, or ""."""
     try:
-        done = subprocess.run(
-            [program, *words],
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
+        _output(program, variables, *words, seconds=seconds)
+    except subprocess.CalledProcessError as error:
+        return last_line(error.stderr) or f"status {error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if done.returncode == 0:
-        return ""
-    return last_line(done.stderr) or f"status {done.returncode}"
+    return ""
+
+
+def _output(program: str, variables: Mapping[str, str], *words: str, seconds: float) -> bytes:
+    return subprocess.run(
+        [program, *words],
+        env=dict(variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=seconds,
+        check=True,
+    ).stdout
 
 
 def last_line(said: bytes) -> str:
@@ -203,7 +207,7 @@ def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> l
     processes = key.processes + _SERVER_PROCESSES
     hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in key.hides)
     return [
-        *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
+        *("run", "--rm", "--interactive", "--name", name, "--init=false"),
         *("--sysctl", f"net.ipv4.tcp_rmem={SOCKET_BUFFERS}"),
         *("--sysctl", f"net.ipv4.tcp_wmem={SOCKET_BUFFERS}"),
         *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -234,7 +238,7 @@ def _podman_limits() -> list[str]:
     return words
 
 
-def start_words(preload: Sequence[str], sent: bytes) -> list[str]:
+def start_words(preload: Sequence[str], sent: memoryview) -> list[str]:
     """The arguments of a container's python3, which reads `sent` (see `bundle`) first."""
     return ["-I", "-c", _BOOT, str(len(sent)), json.dumps(list(preload))]
 
@@ -327,18 +331,10 @@ def _is_gone(pid: int, started: int) -> bool:
 def _names(engine: Engine) -> list[str]:
     words = ("ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
     try:
-        done = subprocess.run(
-            [engine.program, *words],
-            env=engine.variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_CLEANUP_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        out = _output(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.split()
+    return out.decode().split()
 
 
 def _here() -> str:

@@ -82,6 +82,7 @@ class Execution:
         self._stdin = stdin
         self._backend = backend
         self._totals = totals
+        self._keep = int(program.limits["output_kb"]) * 1024
         self._used = Totals(executions=1)
         self._killed_by = ""
         self._accounts = accounts
@@ -95,8 +96,7 @@ class Execution:
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
         """Until the program and all processes that it started have ended."""
-        keep = int(self._limits["output_kb"]) * 1024
-        self._outputs = [_Output(keep), _Output(keep)]
+        self._outputs = [_Output(self._keep), _Output(self._keep)]
         began = time.monotonic()
         pid = self._fork()
         pidfd = os.pidfd_open(pid)
@@ -156,12 +156,8 @@ class Execution:
                         self._killed_by = "cancelled"
                 elif not by_descriptor[descriptor].take():
                     poll.unregister(descriptor)
-            if max(o.total for o in self._outputs) > self._kept_bytes * OUTPUT_KILL_FACTOR:
+            if max(o.total for o in self._outputs) > self._keep * OUTPUT_KILL_FACTOR:
                 self._killed_by = "output"
-
-    @property
-    def _kept_bytes(self) -> int:
-        return int(self._limits["output_kb"]) * 1024
 
     def _look(self) -> None:
         limits, used = self._limits, self._used

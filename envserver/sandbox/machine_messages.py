@@ -51,8 +51,9 @@ from envserver_records.waiting import cancel_and_wait
 
 from ..proxy.egress import Closable, OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
+from . import requests
 from .maker import InteractiveSandbox
-from .requests import Exec, Read, Received, RunPython, Send, Write
+from .requests import Received, Start
 from .wire import MAX_FRAME_BYTES
 
 PROTOCOL: Final = 1
@@ -87,9 +88,7 @@ class Opened(msgspec.Struct, frozen=True):
     load: Load
 
 
-class StartProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    argv: list[str]
-    env: dict[str, str]
+class StartProgram(Start, frozen=True, kw_only=True):
     wall_seconds: float
 
 
@@ -113,13 +112,9 @@ class MachineBusy(SandboxUnavailable):
 
 
 BODIES: Final[dict[str, Any]] = {
+    **requests.BODIES,
     "open": SandboxSpec,
-    "exec": Exec,
-    "python": RunPython,
-    "read": Read,
-    "write": Write,
     "start": StartProgram,
-    "send": Send,
     "pass": Pass,
     "take": int,
     "cancel": int,
@@ -200,7 +195,7 @@ class FramedLink:
 # On the machine, `Outside` accepts them; the client asks for the next one, takes and passes bytes,
 # and ends them. So the egress proxy stays where the attempt is, with its rules and its record.
 
-_PIECE_BYTES = 1 << 16
+PUMPED_BYTES = 1 << 16
 _MOST_CONNECTIONS = 64
 """Maximum connections of one sandbox; further ones are closed."""
 
@@ -249,7 +244,7 @@ class Outside:
         """What a program sends; b"" when it has ended."""
         reader, _ = self._streams_of(number)
         try:
-            return await reader.read(_PIECE_BYTES)
+            return await reader.read(PUMPED_BYTES)
         except ConnectionError:
             return b""
 
@@ -287,25 +282,33 @@ class Arrivals:
                 task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
         ours, theirs = socket_pair()
         reader, writer = await asyncio.open_unix_connection(sock=theirs, limit=MOST_HEAD_BYTES)
         with ours, contextlib.suppress(EnvserverError, OSError):
             serving = asyncio.ensure_future(self._serve(reader, writer))
-            taking = asyncio.create_task(self._take(number, ours))
+            taking = asyncio.create_task(pump_to(ours, lambda: self._ask("take", number, bytes)))
             try:
-                while data := await loop.sock_recv(ours, _PIECE_BYTES):
-                    await self._ask("pass", Pass(number=number, data=data), None)
+                await pump_from(
+                    ours, lambda data: self._ask("pass", Pass(number=number, data=data), None)
+                )
             finally:
                 await cancel_and_wait(taking, serving)
                 await self._ask("pass", Pass(number=number, data=b""), None)
 
-    async def _take(self, number: int, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := await self._ask("take", number, bytes):
-                await loop.sock_sendall(ours, data)
-            ours.shutdown(socket.SHUT_WR)
+
+async def pump_from(ours: socket.socket, send: Callable[[bytes], Awaitable[Any]]) -> None:
+    """Sends what comes from a socket, until it ends."""
+    while data := await asyncio.get_running_loop().sock_recv(ours, PUMPED_BYTES):
+        await send(data)
+
+
+async def pump_to(ours: socket.socket, receive: Callable[[], Awaitable[bytes]]) -> None:
+    """Writes what is received into a socket until there is no more, or the sandbox is gone."""
+    with contextlib.suppress(EnvserverError, OSError):
+        while data := await receive():
+            await asyncio.get_running_loop().sock_sendall(ours, data)
+    with contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

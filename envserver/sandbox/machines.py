@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -45,6 +44,8 @@ from .machine_messages import (
     StartProgram,
     error_of,
     framed,
+    pump_from,
+    pump_to,
     socket_pair,
 )
 from .maker import RemoteAddress, StartedProgram
@@ -52,7 +53,6 @@ from .requests import AskedSandbox, Read, Received, Send, check_input
 from .wire import MAX_FRAME_BYTES
 
 _GRACE_SECONDS = 10.0
-_PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -111,8 +111,10 @@ class MachineSandbox(AskedSandbox):
         stdio, ours = socket_pair()
         program = StartedProgram(stdio)
         pumping = (
-            asyncio.create_task(self._pass_input(ours)),
-            asyncio.create_task(self._pass_output(ours)),
+            asyncio.create_task(
+                pump_from(ours, lambda data: self.ask("send", Send(data=data), type(None)))
+            ),
+            asyncio.create_task(pump_to(ours, self._receive)),
         )
         try:
             yield program
@@ -133,20 +135,8 @@ class MachineSandbox(AskedSandbox):
         await cancel_and_wait(self._reading)
         await self._websocket.close()
 
-    async def _pass_input(self, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := await loop.sock_recv(ours, _PIECE_BYTES):
-                await self.ask("send", Send(data=data), type(None))
-
-    async def _pass_output(self, ours: socket.socket) -> None:
-        """Hands on output until the program has ended, or is lost."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := (await self.ask("receive", None, Received)).data:
-                await loop.sock_sendall(ours, data)
-        with contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_WR)
+    async def _receive(self) -> bytes:
+        return (await self.ask("receive", None, Received)).data
 
     # Requests and answers
 

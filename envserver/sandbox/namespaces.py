@@ -96,6 +96,8 @@ SOCKET_BUFFERS = "4096 65536 131072"
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+"""Names in /dev of what is in /proc/self/fd."""
 OWN_INODES = 5
 """Inodes that a sandbox's writable folders use before programs create any."""
 _LARGEST_FILE = 2**63 - 1
@@ -276,7 +278,7 @@ def _build_root(
     for name in DEVICES:
         _write(f"{root}/dev/{name}", "")
         linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=MS_BIND)
-    for name, number in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+    for name, number in LINKS.items():
         os.symlink(f"/proc/self/fd{number}", f"{root}/dev/{name}")
     # Must be whole and stay so: only who sees a whole /proc may mount another one.
     linux.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)

@@ -24,8 +24,6 @@ import msgspec
 from envserver_records.errors import InputError
 from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..sandbox_interface import Sandbox
-
 T = TypeVar("T")
 
 
@@ -82,6 +80,16 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     path: str
     data: bytes
+
+
+BODIES: dict[str, Any] = {
+    "exec": Exec,
+    "python": RunPython,
+    "read": Read,
+    "write": Write,
+    "start": Start,
+    "send": Send,
+}
 
 
 class AskedSandbox(ABC):
@@ -157,23 +165,3 @@ def variables(env: dict[str, str]) -> dict[str, str]:
             raise InputError(f"A variable cannot be called {name[:40]!r}.")
         plain(value)
     return env
-
-
-async def execute(sandbox: Sandbox, asked: Exec, most: SandboxLimits) -> ExecResult:
-    return await sandbox.exec(
-        [plain(word) for word in asked.argv],
-        stdin=asked.stdin,
-        cwd=plain(asked.cwd),
-        env=None if asked.env is None else variables(asked.env),
-        limits=None if asked.limits is None else cut_down(asked.limits, most),
-    )
-
-
-async def execute_python(sandbox: Sandbox, asked: RunPython, most: SandboxLimits) -> ExecResult:
-    return await sandbox.run_python(
-        asked.code,
-        argv=[plain(word) for word in asked.argv],
-        stdin=asked.stdin,
-        cwd=plain(asked.cwd),
-        limits=None if asked.limits is None else cut_down(asked.limits, most),
-    )

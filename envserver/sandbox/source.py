@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, NoReturn, Protocol, Self
 
 import structlog
 from envserver_records.errors import (
@@ -24,10 +23,14 @@ from envserver_records.waiting import cancel_and_wait
 from ..folders import import_path
 from ..sandbox_interface import Sandbox, Sandboxes
 from ..settings.config import SandboxConfig
-from .maker import ForeignAddress, RemoteAddress, SandboxAddress, StartedProgram
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from .maker import (
+    ForeignAddress,
+    GuardedSandbox,
+    RemoteAddress,
+    SandboxAddress,
+    StartedProgram,
+    guarded,
+)
 
 
 def maker_class(reference: str) -> Callable[[], Sandboxes]:
@@ -75,36 +78,22 @@ class CustomSandboxes:
             yield ForeignSandbox(sandbox)
 
 
-def _typed(
-    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[ForeignSandbox, P], Coroutine[Any, Any, T]]:
-    @functools.wraps(method)
-    async def call(self: ForeignSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            result: T = await getattr(self.sandbox, method.__name__)(*args, **kwargs)
-            return result
-        except (SandboxError, InputError):
-            raise
-        except Exception as error:
-            raise SandboxLost(f"The sandbox was lost: {_words(error)}") from error
-
-    return call
+async def _typed(request: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await request
+    except (SandboxError, InputError):
+        raise
+    except Exception as error:
+        raise SandboxLost(f"The sandbox was lost: {_words(error)}") from error
 
 
-class ForeignSandbox:
+class ForeignSandbox(GuardedSandbox):
     """A sandbox of such a class, without interactive programs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        self.id = sandbox.id
-        self.isolation = sandbox.isolation
-        self.sandbox = sandbox
+        super().__init__(sandbox, _typed)
 
-    exec = _typed(Sandbox.exec)
-    run_python = _typed(Sandbox.run_python)
-    read = _typed(Sandbox.read)
-    write = _typed(Sandbox.write)
-    total = _typed(Sandbox.total)
-    close = _typed(Sandbox.close)
+    close = guarded(Sandbox.close)
 
     @asynccontextmanager
     async def start(
@@ -136,7 +125,7 @@ class SandboxSource(Protocol):
 
     @property
     def address(self) -> SandboxAddress:
-        """For `opening.sandboxes_at`, in any process of this machine."""
+        """For `maker.sandboxes_at`, in any process of this machine."""
 
     @property
     def private(self) -> list[str]:

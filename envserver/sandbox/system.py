@@ -18,7 +18,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from . import linux
+from . import linux, namespaces
 from .wire import NAMESPACE_BACKENDS
 
 OUR_PACKAGES = (
@@ -229,10 +229,8 @@ def move_python() -> None:
             f"Python is installed in {sys.base_prefix}, where a sandbox has its own directories"
         )
     place = _spare_directory()
-    if os.geteuid() == 0:
-        linux.unshare(linux.CLONE_NEWNS)
-    else:
-        _unshare_as_user()
+    namespaces.own_users()
+    linux.unshare(linux.CLONE_NEWNS)
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755,size=16m")
     new_prefix = f"{place}/python"
@@ -272,17 +270,6 @@ def _move_scripts(old: str, new: str) -> None:
 
 def _is_script(entry: os.DirEntry[str]) -> bool:
     return entry.is_file(follow_symlinks=False) and entry.stat().st_size < _LARGEST_SCRIPT_BYTES
-
-
-def _unshare_as_user() -> None:
-    user, group = os.geteuid(), os.getegid()
-    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        Path("/proc/self", name).write_text(text)
 
 
 def _spare_directory() -> str:

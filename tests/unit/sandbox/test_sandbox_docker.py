@@ -26,7 +26,7 @@ from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimi
 from envserver.sandbox import SandboxClient, SandboxService, docker, find_engine, service
 from envserver.sandbox.container import CgroupAccounts
 from envserver.sandbox.docker import new_prefix, remove_leftovers
-from envserver.sandbox.opening import WatchedSandboxes, sandboxes_at
+from envserver.sandbox.maker import WatchedSandboxes, sandboxes_at
 from envserver.sandbox.service import probe
 from envserver.sandbox.source import custom_sandboxes
 
