@@ -29,9 +29,7 @@ class ModelEntry(Section):
     """A model that can be started by its name."""
 
     name: str = Field(min_length=1)
-    """The name that the user types."""
     hf_id: str | None = None
-    """Name on the Hugging Face hub."""
     path: Path | None = None
     """Folder with its files, in place of `hf_id`."""
     backend: Backend = "auto"
@@ -40,11 +38,8 @@ class ModelEntry(Section):
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Default maximum tokens of an answer."""
     temperature: float | None = Field(default=None, ge=0)
-    """Default sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Default nucleus sampling probability."""
     load_in_4bit: bool = False
     """Quantise to 4 bits with bitsandbytes."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -52,15 +47,12 @@ class ModelEntry(Section):
     served_name: str | None = None
     """Model name in requests; default: its name here."""
     prompt_price: float | None = Field(default=None, ge=0)
-    """Price of a million prompt tokens, for the costs in records and tables."""
+    """Prices are of a million tokens, for the costs in records and tables."""
     completion_price: float | None = Field(default=None, ge=0)
-    """Price of a million completion tokens."""
     default_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables that the engine gives to every chat template: `{enable_thinking: false}`."""
     vllm_args: tuple[str, ...] = ()
-    """Further arguments for vLLM's command line."""
     local_args: tuple[str, ...] = ()
-    """Further arguments for the local engine's command line."""
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -142,14 +134,13 @@ def _entry(raw: object, place: str) -> ModelEntry:
     try:
         return ModelEntry.model_validate(raw)
     except ValidationError as error:
-        one = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, one["loc"]))
-        said = one["msg"].removeprefix("Value error, ")
+        fault = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, fault["loc"]))
         known = difflib.get_close_matches(field, ModelEntry.model_fields, n=1)
-        unknown = one["type"] == "extra_forbidden"
+        unknown = fault["type"] == "extra_forbidden"
+        reason = "there is no such setting" if unknown else fault["msg"]
         raise ConfigError(
-            f"{where}: {f'{field}: ' if field else ''}"
-            f"{'there is no such setting' if unknown else said}.",
+            f"{where}: {f'{field}: ' if field else ''}{reason.removeprefix('Value error, ')}.",
             hint=f"Did you mean {known[0]!r}?" if unknown and known else "",
         ) from error
 

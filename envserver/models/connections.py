@@ -90,13 +90,9 @@ class EngineAddresses:
         host, port = _place(url)
         if not self.is_checked(host, port):
             return
-        if self._names or self._networks:
-            try:
-                ipaddress.ip_address(host)
-            except ValueError:
-                pass  # a name: its addresses may be in an allowed network
-            else:
-                raise _refused(host)
+        # The addresses of a name may be in an allowed network.
+        if (self._names or self._networks) and _plain(host) is not None:
+            raise _refused(host)
         try:
             entries = await _addresses_of(host, port)
         except (OSError, UnicodeError):

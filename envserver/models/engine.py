@@ -284,28 +284,19 @@ class PlayedEngine:
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     async def post(self, request: EngineRequest) -> dict[str, Any]:
-        message = await self._answer(request)
-        if request.path == _TEXT:
-            choice: dict[str, Any] = {"text": message["content"] or ""}
-        else:
-            choice = {"message": message}
-        return _whole(request, {"index": 0, **choice, "finish_reason": _reason(message)})
+        return await self._answer(request, "message")
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        message = await self._answer(request)
-        if request.path == _TEXT:
-            part: dict[str, Any] = {"text": message["content"] or ""}
-        else:
-            part = {"delta": message}
-        chunk = _whole(request, {"index": 0, **part, "finish_reason": _reason(message)})
+        answer = await self._answer(request, "delta")
 
         async def chunks() -> AsyncIterator[dict[str, Any]]:
-            yield {**chunk, "object": f"{chunk['object']}.chunk"}
+            yield {**answer, "object": f"{answer['object']}.chunk"}
 
         yield chunks()
 
-    async def _answer(self, request: EngineRequest) -> Message:
+    async def _answer(self, request: EngineRequest, kind: str) -> dict[str, Any]:
+        """`kind`: the name of the message in a chat's choice."""
         rollout, _, agent = request.rollout_id.partition("/")
         body = request.body
         player = self._players.get(rollout)
@@ -313,7 +304,7 @@ class PlayedEngine:
             raise EngineRefused("No player is set for the model of this rollout.", status=400)
         if body.get("n") not in (None, 1):
             raise EngineRefused("A player gives one answer: n must be 1.", status=400)
-        message = await player(
+        played = await player(
             Asked(
                 agent=agent or None,
                 messages=_messages(request.path, body),
@@ -321,11 +312,25 @@ class PlayedEngine:
                 choice=body.get("tool_choice"),
             )
         )
-        calls = message.get("tool_calls")
+        calls, content = played.get("tool_calls"), played.get("content")
+        message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        is_chat = request.path == _CHAT
         return {
-            "role": "assistant",
-            "content": message.get("content"),
-            **({"tool_calls": calls} if calls else {}),
+            "id": f"played-{uuid.uuid4().hex[:12]}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.get("model") or MODEL,
+            "choices": [
+                {
+                    "index": 0,
+                    **({kind: message} if is_chat else {"text": content or ""}),
+                    "finish_reason": "tool_calls" if calls else "stop",
+                }
+            ],
+            # A player says nothing of tokens.
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
         }
 
 
@@ -342,19 +347,3 @@ def _refused(path: str) -> EngineRefused:
     return EngineRefused(
         f"The client that acts as the model answers chats and text prompts, not {path}.", status=404
     )
-
-
-def _reason(message: Message) -> str:
-    return "tool_calls" if message.get("tool_calls") else "stop"
-
-
-def _whole(request: EngineRequest, choice: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"played-{uuid.uuid4().hex[:12]}",
-        "object": "chat.completion" if request.path == _CHAT else "text_completion",
-        "created": int(time.time()),
-        "model": request.body.get("model") or MODEL,
-        "choices": [choice],
-        # A player says nothing of tokens.
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }

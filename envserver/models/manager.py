@@ -25,7 +25,6 @@ from envserver_records.errors import ConfigError, EngineUnavailable
 from envserver_records.waiting import Backoff
 
 from ..settings.config import EngineConfig
-from . import vllm_extension
 from .catalogue import ModelEntry
 
 Kind = Literal["vllm", "local"]
@@ -43,6 +42,9 @@ print(json.dumps(found))
 """
 _HOST = "127.0.0.1"
 _SEARCH_SECONDS = 60.0
+WORKER_EXTENSION = ("--worker-extension-cls", "envserver_reload.ReloadWeights")
+"""Lets workers reload weights, see `vllm_worker`: a folder of its own, since modules in a path hide
+others of the same name."""
 _SCALE_OUT_SINCE = (0, 32)
 """The first version with routes that take and return token ids for whole chats."""
 
@@ -105,7 +107,7 @@ def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: in
         return [local]
     argv = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *common]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    argv += vllm_extension.ARGUMENTS
+    argv += WORKER_EXTENSION
     if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
         argv.append("--enable-scale-out")
     if entry.load_in_4bit:
@@ -122,13 +124,23 @@ def _name(entry: ModelEntry) -> str:
 
 
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
-    """Variables that allow weight updates and switch vLLM's usage statistics off."""
     chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
     ours = {name: os.environ.get(name, value) for name, value in chosen.items()}
-    before = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    return ours | vllm_extension.extended(before)
+    return ours | extended({"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+
+
+def extended(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a vLLM with WORKER_EXTENSION: the routes that change weights, pause and load adapters are
+    on, and the extension can be imported."""
+    path = [os.fspath(Path(__file__).with_name("vllm_worker")), environ.get("PYTHONPATH", "")]
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
 
 
 def _numbers(version: str) -> tuple[int, ...]:

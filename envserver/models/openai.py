@@ -47,7 +47,7 @@ from .connections import (
 from .engine import EngineRequest, ReplicaHealth
 from .http_client import HttpError, Response
 from .replicas import Origin, Replica, ReplicaRequest, read_load
-from .routing import Replicas, Retrying, Routing, late, versions_noted
+from .routing import Replicas, Routing, late, versions_noted
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _MISSES = 3
@@ -218,9 +218,13 @@ class OpenAIEngine:
         self._check_seconds = check_seconds
         roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
         self.routes = Replicas(
-            roots, config.num_max_requests_at_once, routing=routing, max_lag=max_lag
+            roots,
+            config.num_max_requests_at_once,
+            routing=routing,
+            max_lag=max_lag,
+            tries=tries,
+            pause_seconds=pause_seconds,
         )
-        self._calls = Retrying(self.routes, tries=tries, pause_seconds=pause_seconds)
         self._decoder = Decoder(key)
         self._connections = Connections(key, self._decoder, self.addresses)
         self._monitor = ReplicaMonitor(
@@ -251,7 +255,7 @@ class OpenAIEngine:
         async def once(request: ReplicaRequest) -> Json:
             return await self._get(request.replica, path)
 
-        return await self._calls.until_answered(once, "", self._deadline(_GET_SECONDS))
+        return await self.routes.until_answered(once, "", self._deadline(_GET_SECONDS))
 
     async def post(self, request: EngineRequest) -> Json:
         body, payload = request.body, orjson.dumps(request.body)
@@ -269,7 +273,7 @@ class OpenAIEngine:
             return answer
 
         deadline = self._deadline(request.timeout_seconds)
-        return await self._calls.until_answered(once, request.rollout_id, deadline)
+        return await self.routes.until_answered(once, request.rollout_id, deadline)
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
@@ -295,7 +299,7 @@ class OpenAIEngine:
                 await self._refused(sent.replica, body, error)
                 raise
 
-        stack, chunks = await self._calls.until_answered(once, request.rollout_id, deadline)
+        stack, chunks = await self.routes.until_answered(once, request.rollout_id, deadline)
         try:
             async with aclosing(chunks):
                 yield chunks

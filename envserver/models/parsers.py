@@ -53,10 +53,7 @@ def parse_hermes(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def _hermes_call(text: str) -> ParsedCall | None:
-    try:
-        value, end = _json_at(text, 0)
-    except ValueError:
-        return None
+    value, end = _json_at(text, 0)
     if end != len(text) or not isinstance(value, dict) or "arguments" not in value:
         return None
     return _valid_call(value.get("name"), value["arguments"])
@@ -145,9 +142,8 @@ def parse_mistral(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def _mistral_list(part: str) -> list[ParsedCall | None]:
-    try:
-        values, _ = _json_at(part.lstrip(), 0)
-    except ValueError:
+    values, end = _json_at(part.lstrip(), 0)
+    if not end:
         return [None]
     return [
         _valid_call(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
@@ -160,11 +156,8 @@ def _mistral_call(part: str) -> ParsedCall | None:
     if start < 0:
         return None
     name = part[:start].removesuffix("[ARGS]").partition("[CALL_ID]")[0].strip()
-    try:
-        arguments, _ = _json_at(part, start)
-    except ValueError:
-        return None
-    return _valid_call(name, arguments)
+    arguments, end = _json_at(part, start)
+    return _valid_call(name, arguments) if end else None
 
 
 _MOST_PYTHON_CHARACTERS = 200_000
@@ -199,9 +192,8 @@ def parse_llama(text: str, tools: Tools) -> ParsedCalls | None:
     calls: list[ParsedCall | None] = []
     at = text.find("{")
     while at >= 0:
-        try:
-            value, end = _json_at(text, at)
-        except ValueError:
+        value, end = _json_at(text, at)
+        if not end:
             return None
         calls.append(_llama_call(value))
         at = text.find("{", end)
@@ -228,11 +220,11 @@ def _all_calls(calls: list[ParsedCall | None], content: str = "") -> ParsedCalls
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start`, and its end."""
+    """The JSON value that begins at `start`, and its end; (None, 0) if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    except (ValueError, RecursionError):
+        return None, 0
 
 
 FORMATS: dict[str, Parse] = {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Literal
@@ -229,7 +230,7 @@ class Replica:
         self,
         url: str,
         max_in_flight: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         origin: Origin = "setting",
     ) -> None:
         self.url = url

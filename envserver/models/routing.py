@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -29,6 +28,12 @@ Standing = Literal[
     "used", "checking", "unreachable", "refused", "old", "paused", "draining", "drained"
 ]
 
+T = TypeVar("T")
+
+_MAX_PAUSE_SECONDS = 5.0
+_PATIENCE = 0.9
+"""Share of a call's time for which it waits until some replica may have it. It fails before its
+rollout's time is over, so that the lack of an engine is not taken for the model's slowness."""
 _SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 
 
@@ -60,7 +65,10 @@ def versions_noted(path: str) -> SampledVersions | None:
 
 
 class Replicas:
-    """The replicas of one engine.
+    """The replicas of one engine, which learn how each call went.
+
+    A call is tried on another replica at once, on the same one after a pause that doubles, with
+    jitter, and is never shorter than the engine asks for.
 
     Args:
         max_lag: policy versions that a replica may be behind the published one.
@@ -71,22 +79,24 @@ class Replicas:
         self,
         urls: Sequence[str],
         max_in_flight: int,
-        clock: Callable[[], float] = time.monotonic,
         *,
         routing: Routing = "prefix",
         max_lag: int = 0,
+        tries: int = 1,
+        pause_seconds: float = 0.0,
     ) -> None:
-        self.all = [Replica(url, max_in_flight, clock) for url in urls]
+        self.all = [Replica(url, max_in_flight) for url in urls]
         self.version: Callable[[], int] = lambda: -1
         self._max_in_flight = max_in_flight
-        self._clock = clock
         self._routing = routing
         self._max_lag = max_lag
+        self._tries = tries
+        self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
         self._homes: dict[str, Replica | None] = {}
         self._change = asyncio.Event()
 
     def add(self, url: str, origin: Origin) -> Replica:
-        replica = Replica(url, self._max_in_flight, self._clock, origin)
+        replica = Replica(url, self._max_in_flight, origin=origin)
         self.all.append(replica)
         return replica
 
@@ -230,6 +240,43 @@ class Replicas:
             home.rollouts += 1
         return home
 
+    # Calls that fail
+
+    async def until_answered(
+        self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
+    ) -> T:
+        """Runs `once` on one replica after another until it succeeds or the loop's time is
+        `deadline`.
+
+        `once` raises RetryableError or an EngineError; only EngineRefused is final.
+        """
+        now = asyncio.get_running_loop().time
+        patience_until = now() + _PATIENCE * (deadline - now())
+        tried: list[Replica] = []
+        while True:
+            replica = await self.next(rollout_id, tried, patience_until)
+            try:
+                with replica.request() as request:
+                    return await _try(once, request, deadline)
+            except RetryableError as retryable:
+                if not replica.admitted or (
+                    request.given_up and (replica.paused or replica not in self.all)
+                ):
+                    continue  # it was moved, and did not fail
+                tried.append(replica)
+                pause = self._pause(retryable, tried)
+                if len(tried) >= self._tries or pause is None or now() + pause >= deadline:
+                    raise retryable.error from None
+            await asyncio.sleep(pause)
+
+    def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
+        """Seconds until the next try, or None if there should be none."""
+        if self.other_usable(tried):
+            return 0.0
+        if retryable.other_replica:
+            return None
+        return max(self._backoff.seconds(len(tried), random.random()), retryable.wait_seconds)
+
 
 def _ranked(rollout_id: str, replicas: Sequence[Replica]) -> list[Replica]:
     return sorted(replicas, key=lambda replica: _weight(rollout_id, replica.url))
@@ -244,62 +291,6 @@ def _load(replica: Replica) -> tuple[bool, float, float]:
 
 def _weight(rollout_id: str, url: str) -> bytes:
     return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()
-
-
-T = TypeVar("T")
-
-_MAX_PAUSE_SECONDS = 5.0
-_PATIENCE = 0.9
-"""Share of a call's time for which it waits until some replica may have it. It fails before its
-rollout's time is over, so that the lack of an engine is not taken for the model's slowness."""
-
-
-class Retrying:
-    """Sends calls to `replicas`, which learn how each try went.
-
-    Another replica is tried at once, the same one after a pause that doubles, with jitter, and is
-    never shorter than the engine asks for.
-    """
-
-    def __init__(self, replicas: Replicas, *, tries: int, pause_seconds: float) -> None:
-        self._replicas = replicas
-        self._tries = tries
-        self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
-
-    async def until_answered(
-        self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
-    ) -> T:
-        """Runs `once` on one replica after another until it succeeds or the loop's time is
-        `deadline`.
-
-        `once` raises RetryableError or an EngineError; only EngineRefused is final.
-        """
-        now = asyncio.get_running_loop().time
-        patience_until = now() + _PATIENCE * (deadline - now())
-        tried: list[Replica] = []
-        while True:
-            replica = await self._replicas.next(rollout_id, tried, patience_until)
-            try:
-                with replica.request() as request:
-                    return await _try(once, request, deadline)
-            except RetryableError as retryable:
-                if not replica.admitted or (
-                    request.given_up and (replica.paused or replica not in self._replicas.all)
-                ):
-                    continue  # it was moved, and did not fail
-                tried.append(replica)
-                pause = self._pause(retryable, tried)
-                if len(tried) >= self._tries or pause is None or now() + pause >= deadline:
-                    raise retryable.error from None
-            await asyncio.sleep(pause)
-
-    def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
-        """Seconds until the next try, or None if there should be none."""
-        if self._replicas.other_usable(tried):
-            return 0.0
-        if retryable.other_replica:
-            return None
-        return max(self._backoff.seconds(len(tried), random.random()), retryable.wait_seconds)
 
 
 async def _try(

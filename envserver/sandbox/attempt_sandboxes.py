@@ -68,20 +68,20 @@ class AttemptSandboxes:
         self._egress = egress
         self._places = asyncio.Semaphore(concurrent)
         self._states: WeakKeyDictionary[ProxyAttempt, _AttemptState] = WeakKeyDictionary()
-        self._tenants: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for state in list(self._states.values()):
+        states = list(self._states.values())
+        for state in states:
             state.seal()
-        if self._tenants:
-            await asyncio.wait(self._tenants)
+        if tasks := [task for state in states for task in state.tenants]:
+            await asyncio.wait(tasks)
 
     @property
     def open(self) -> int:
-        return len(self._tenants)
+        return sum(len(state.tenants) for state in self._states.values())
 
     def most_bytes(self, path: str) -> int:
         """The sandbox would refuse anything larger than its disk."""
@@ -156,8 +156,6 @@ class AttemptSandboxes:
         if len(state.open) >= MOST_PER_ATTEMPT:
             raise InputError(f"An attempt may have {MOST_PER_ATTEMPT} sandboxes at a time.")
         tenant = _Tenant(self._opening(attempt, spec), self._most.limits)
-        self._tenants.add(tenant.task)
-        tenant.task.add_done_callback(self._tenants.discard)
         name = state.add(tenant)
         try:
             served = await asyncio.shield(tenant.opened)

@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from . import linux
 from .linux import MS_NODEV, MS_NOEXEC, MS_NOSUID
@@ -83,18 +83,13 @@ def command(
     return [*words, "--", *_HOLDER]
 
 
-def enter_outer(
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    then: Callable[[], None],
-    shown: str = "",
-) -> int:
+def enter_outer(seen: Mapping[str, Any], then: Callable[[], None], shown: str = "") -> int:
     """See `namespaces.enter_outer`."""
     program = installed()
     if program is None:
         raise OSError("bwrap is not installed")
     with ExitStack() as stack:
-        holder, pid = _build(stack, program, visible, contents, shown)
+        holder, pid = _build(stack, program, seen, shown)
         try:
             backend = os.pidfd_open(pid)
             status = _child(lambda: _join(backend, then), os.getpid())
@@ -106,19 +101,15 @@ def enter_outer(
 
 
 def _build(
-    stack: ExitStack,
-    program: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    shown: str,
+    stack: ExitStack, program: str, seen: Mapping[str, Any], shown: str
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts the holder; returns when the backend is ready, with the holder's process id."""
-    files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
+    files = {name: _file_with(stack, text).fileno() for name, text in seen["etc"].items()}
     ours, theirs = os.pipe()
     status = stack.enter_context(os.fdopen(ours, "rb"))
     try:
         holder = subprocess.Popen(
-            command(program, visible, files, theirs, shown),
+            command(program, seen["visible"], files, theirs, shown),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -80,35 +80,27 @@ Pull = Literal["never", "missing"]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """A container engine that answers.
+    """A container engine that answers, and how many containers are started there, and when.
 
     Args:
         image: of sandboxes whose spec names none.
         variables: variables of the server that the command needs to find its engine.
-    """
-
-    program: str
-    image: str
-    variables: dict[str, str]
-
-
-class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How many containers are started, and when.
-
-    Args:
-        prefix: of their names.
+        prefix: of the containers' names.
         pull: whether missing images are fetched.
         warm: containers kept started in advance, for each image and limits in use.
         most_warm: of them in all.
         starts: containers being started at the same time, at most.
     """
 
-    prefix: str
-    pull: Pull
-    warm: int
-    most_warm: int
-    starts: int
-    starts_per_second: float
+    program: str
+    image: str
+    variables: dict[str, str]
+    prefix: str = ""
+    pull: Pull = "never"
+    warm: int = 0
+    most_warm: int = 0
+    starts: int = 1
+    starts_per_second: float = 1.0
 
 
 class ContainerKey(msgspec.Struct, frozen=True):
@@ -294,10 +286,10 @@ def new_prefix() -> str:
     return f"{_here()}-{os.getpid()}-{started}-{uuid.uuid4().hex[:8]}"
 
 
-def remove_leftovers(engine: Engine, prefix: str = "") -> list[str]:
-    """Removes the containers of servers that are gone, or those whose names begin with `prefix`;
-    returns their names."""
-    names = [name for name in _names(engine) if _is_left(name, prefix)]
+def remove_leftovers(engine: Engine) -> list[str]:
+    """Removes the containers of servers that are gone, or those with the engine's prefix; returns
+    their names."""
+    names = [name for name in _names(engine) if _is_left(name, engine.prefix)]
     if names:
         words = ("rm", "--force", "--volumes", *names)
         asked(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)

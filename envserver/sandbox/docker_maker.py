@@ -33,7 +33,6 @@ from .docker import (
     PULL_SECONDS,
     ContainerKey,
     Engine,
-    PoolRules,
     bundle,
     command,
     key_of,
@@ -171,9 +170,8 @@ class _Use:
 class Pool:
     """The containers of one maker: those that start, are kept warm, and are in use."""
 
-    def __init__(self, engine: Engine, rules: PoolRules, selector: selectors.BaseSelector) -> None:
+    def __init__(self, engine: Engine, selector: selectors.BaseSelector) -> None:
         self._engine = engine
-        self._rules = rules
         self._selector = selector
         self._waiting: list[Wanted] = []
         self._starting: list[Container] = []
@@ -216,7 +214,7 @@ class Pool:
         times = [child.expires for child in self._asked.values()]
         times += [each.expires for each in (*self._starting, *self._others)]
         times += [use.last + _WARM_SECONDS for use in self._uses.values()]
-        if len(self._starting) < self._rules.starts:
+        if len(self._starting) < self._engine.starts:
             if self._waiting or self._lacking():
                 times.append(self._next_start)
             times.append(self._quiet_at if self._quiet_at > now else float("inf"))
@@ -260,14 +258,14 @@ class Pool:
                 self._start(wanted.key)
 
     def _may_start(self) -> bool:
-        if len(self._starting) >= self._rules.starts:
+        if len(self._starting) >= self._engine.starts:
             return False
         return time.monotonic() >= self._next_start
 
     def _start(self, key: ContainerKey) -> None:
         now = time.monotonic()
-        self._next_start = max(now, self._next_start) + 1.0 / self._rules.starts_per_second
-        name = f"{self._rules.prefix}-{uuid.uuid4().hex[:12]}"
+        self._next_start = max(now, self._next_start) + 1.0 / self._engine.starts_per_second
+        name = f"{self._engine.prefix}-{uuid.uuid4().hex[:12]}"
         try:
             container = Container(self._selector, self._engine, name, key, self._ended)
         except OSError as error:  # no process, no memory, no descriptor
@@ -327,7 +325,7 @@ class Pool:
         child = self._asked.pop(image)
         if status == 0:
             self._images.add(image)
-        elif self._rules.pull == "missing" and child.argv[1] != "pull":
+        elif self._engine.pull == "missing" and child.argv[1] != "pull":
             then = partial(self._looked, image)
             self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
         else:
@@ -356,10 +354,10 @@ class Pool:
         Where each task has an image of its own, a kind is used a few times only, and what was
         started in advance for it would be started for nothing.
         """
-        now, room, targets = time.monotonic(), self._rules.most_warm, {}
+        now, room, targets = time.monotonic(), self._engine.most_warm, {}
         for key, use in sorted(self._uses.items(), key=lambda item: -item[1].last):
             deserved = use.times // _USES_FOR_ONE if now - use.last < _WARM_SECONDS else 0
-            targets[key] = min(self._rules.warm, room, deserved)
+            targets[key] = min(self._engine.warm, room, deserved)
             room -= targets[key]
         return targets
 
@@ -383,15 +381,12 @@ class Pool:
                 self._warm.remove(container)
                 self._others.append(container)
                 self._hang_up(container)
-        for key in [key for key, use in self._uses.items() if self._is_old(use)]:
-            del self._uses[key]
+        old = time.monotonic() - _WARM_SECONDS
+        self._uses = {key: use for key, use in self._uses.items() if use.last > old}
         if not self._waiting:
             for key in self._lacking():
                 if self._may_start():
                     self._start(key)
-
-    def _is_old(self, use: _Use) -> bool:
-        return time.monotonic() - use.last >= _WARM_SECONDS
 
     # Ending.
 
@@ -420,7 +415,6 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     control_fd: int
     supervisor_pid: int
     engine: Engine
-    rules: PoolRules
 
 
 def main(boot_json: str) -> None:
@@ -437,7 +431,7 @@ class _Maker:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._fork)
-        self._pool = Pool(boot.engine, boot.rules, self._selector)
+        self._pool = Pool(boot.engine, self._selector)
         self._wanted: dict[socket.socket, Wanted] = {}
         self._given: dict[socket.socket, Container] = {}
 

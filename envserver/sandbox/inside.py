@@ -23,6 +23,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import linux
 from .backend import Backend
@@ -30,10 +31,8 @@ from .program import MB, Program, become
 from .usage import Accounts, Totals, sample
 from .wire import MAX_FRAME_BYTES, Frames, encode
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import tarfile
-    from typing import Any, NoReturn
 
 
 FIRST_LOOK_SECONDS = 0.005
@@ -299,7 +298,7 @@ class _Server:
             if request[0] == "cancel":  # its program has ended meanwhile
                 continue
             try:
-                answer = self._answer(request)
+                answer = ["ok", self._perform(request)]
             except Refused as error:
                 answer = ["error", "input", str(error)]
             except OSError as error:
@@ -312,29 +311,27 @@ class _Server:
                 execution, self._starting = self._starting, None
                 self._ended = self._run(execution)
 
-    def _answer(self, request: list[Any]) -> list[Any]:
+    def _perform(self, request: list[Any]) -> Any:
         match request:
+            case ["run", dict() as program]:
+                return self._run_program(program)
+            case ["read", str() as path, int() as most]:
+                return _read(self._place(path), most)
+            case ["total"]:
+                return self._totals.as_record()
+            case ["ended"]:
+                return self._ended
             case ["setup", dict() as spec]:
                 self._set_up(spec)
-                return ["ok", None]
-            case ["run", dict() as program]:
-                return ["ok", self._run_program(program)]
-            case ["read", str() as path, int() as most]:
-                return ["ok", _read(self._place(path), most)]
             case ["write", str() as path, bytes() as data]:
                 _write(self._place(path), data)
-                return ["ok", None]
-            case ["total"]:
-                return ["ok", self._totals.as_record()]
             case ["lead_out"]:
                 self._lead_out()
-                return ["ok", None]
             case ["start", dict() as program]:
                 self._start(program)
-                return ["ok", None]
-            case ["ended"]:
-                return ["ok", self._ended]
-        raise ValueError(f"an unknown request {request[0]!r}")
+            case _:
+                raise ValueError(f"an unknown request {request[0]!r}")
+        return None
 
     def _set_up(self, spec: dict[str, Any]) -> None:
         self._limits = spec["limits"]

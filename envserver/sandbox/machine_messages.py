@@ -6,14 +6,7 @@ Binary messages carry a stream of frames (4 bytes of length, then MessagePack), 
     machine    [number, "ok", value]  or  [number, "error", Problem]
 
     open       SandboxSpec -> Opened    comes first
-    exec       Exec -> ExecResult
-    python     RunPython -> ExecResult
-    read       Read -> bytes
-    write      Write -> None
-    total      None -> SandboxUsage
     start      StartProgram -> None     the only program of this sandbox
-    send       Send -> None             input of the program
-    receive    None -> Received         waits for output, or the program's end
     ended      None -> ExecResult       ends the program if it still runs
     lead_out   None -> bool             whether its programs have an HTTP proxy from now on
     accept     None -> int              waits until a program connects to the proxy
@@ -22,8 +15,8 @@ Binary messages carry a stream of frames (4 bytes of length, then MessagePack), 
     close      None -> None             when all its processes are gone
     cancel     int                      gives a request up; that is answered "cancelled"
 
-Requests may overlap; each side sends the next piece of a stream when the one before was answered,
-so nothing piles up.
+and exec, python, read, write, total, send, receive: see `requests`. Requests may overlap; each side
+sends the next piece of a stream when the one before was answered, so nothing piles up.
 """
 
 from __future__ import annotations
@@ -54,6 +47,8 @@ from ..proxy.egress_rules import MOST_HEAD_BYTES
 from . import requests
 from .maker import InteractiveSandbox
 from .requests import Received, Start
+from .served import PIECE_BYTES as PUMPED_BYTES
+from .served import read_from, write_to
 from .wire import MAX_FRAME_BYTES
 
 PROTOCOL: Final = 1
@@ -195,7 +190,6 @@ class FramedLink:
 # On the machine, `Outside` accepts them; the client asks for the next one, takes and passes bytes,
 # and ends them. So the egress proxy stays where the attempt is, with its rules and its record.
 
-PUMPED_BYTES = 1 << 16
 _MOST_CONNECTIONS = 64
 """Maximum connections of one sandbox; further ones are closed."""
 
@@ -236,17 +230,11 @@ class Outside:
             del self._streams[number]
             writer.close()
             return
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the program is gone
-            writer.write(data)
-            await writer.drain()
+        await write_to(writer, data)
 
     async def receive(self, number: int) -> bytes:
         """What a program sends; b"" when it has ended."""
-        reader, _ = self._streams_of(number)
-        try:
-            return await reader.read(PUMPED_BYTES)
-        except ConnectionError:
-            return b""
+        return await read_from(self._streams_of(number)[0])
 
     def close(self) -> None:
         if self._server is not None:

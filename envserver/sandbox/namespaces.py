@@ -17,7 +17,7 @@ import resource
 import signal
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from typing import Any
 
 from . import linux
 from .linux import (
@@ -119,12 +119,7 @@ def own_users() -> None:
 
 
 def enter_outer(
-    root: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    then: Callable[[], None],
-    shown: str = "",
-    partly: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    root: str, seen: Mapping[str, Any], then: Callable[[], None], shown: str = ""
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
 
@@ -133,10 +128,9 @@ def enter_outer(
 
     Args:
         root: an empty directory; only this call's processes see what is mounted there.
-        visible: host paths that appear at the same place, read-only; links stay links.
-        contents: files of /etc by name.
+        seen: host paths that appear at the same place, read-only, by `system.describe`; links stay
+            links.
         shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
-        partly: see `system.partly_visible`.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
@@ -144,7 +138,7 @@ def enter_outer(
     pid = os.fork()
     if pid == 0:
         linux.die_with(0, signal.SIGKILL)  # the parent has no number in this namespace
-        _build_root(root, visible, contents, shown, partly)
+        _build_root(root, seen, shown)
         linux.pivot_root(root)
         then()
         os._exit(0)
@@ -186,9 +180,7 @@ def settle_inner(user: int, group: int) -> None:
 
 def become_inner() -> None:
     """Makes this process, which has joined the namespaces of a sandbox, its only user, for good."""
-    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
-    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
+    _become(INNER_ID)
 
 
 def _be_root() -> None:
@@ -200,6 +192,10 @@ def _be_root() -> None:
 def become_user(uid: int) -> None:
     """Changes from root to an ordinary user and group `uid`, for good."""
     os.setgroups([])
+    _become(uid)
+
+
+def _become(uid: int) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
@@ -248,13 +244,8 @@ def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
     _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
 
 
-def _build_root(
-    root: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    shown: str,
-    partly: Mapping[str, Sequence[str]],
-) -> None:
+def _build_root(root: str, seen: Mapping[str, Any], shown: str) -> None:
+    visible, partly = seen["visible"], seen["partly"]
     linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     for name in _EMPTY_DIRECTORIES:
         os.mkdir(f"{root}/{name}")
@@ -271,7 +262,7 @@ def _build_root(
     if shown:
         os.mkdir(root + PLACE)
         _bind_read_only(shown, root + PLACE)
-    for name, text in contents.items():
+    for name, text in seen["etc"].items():
         target = f"{root}/etc/{name}"
         if not os.path.exists(target):
             _write(target, text)

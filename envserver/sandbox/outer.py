@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import linux, namespaces
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 PLACE = namespaces.PLACE
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
@@ -43,13 +40,11 @@ def enter(
     only. Returns its exit status; where there is a layer, that of its first process.
     """
     if backend == "namespace":
-        return namespaces.enter_outer(
-            root, seen["visible"], seen["etc"], run, shown, seen["partly"]
-        )
+        return namespaces.enter_outer(root, seen, run, shown)
     if backend == "bubblewrap":
         from . import bubblewrap
 
-        return bubblewrap.enter_outer(seen["visible"], seen["etc"], run, shown)
+        return bubblewrap.enter_outer(seen, run, shown)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     run()
     return 0

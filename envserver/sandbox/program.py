@@ -16,12 +16,9 @@ import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 from . import linux
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 MB = 2**20
 NOT_STARTED = 127
@@ -30,23 +27,14 @@ _ADDRESS_SPACE_MB = 4096
 """Address space beyond the memory limit: it costs nothing, and threads and numpy reserve much."""
 
 
-class Program:
+class Program(NamedTuple):
     """`code` in a warm Python, or `argv` if `code` is None."""
 
-    def __init__(
-        self,
-        *,
-        argv: list[str],
-        code: str | None,
-        cwd: str,
-        env: dict[str, str],
-        limits: dict[str, Any],
-    ) -> None:
-        self.argv = argv
-        self.code = code
-        self.cwd = cwd
-        self.env = env
-        self.limits = limits
+    argv: list[str]
+    code: str | None
+    cwd: str
+    env: dict[str, str]
+    limits: dict[str, Any]
 
 
 def become(

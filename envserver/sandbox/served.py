@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -26,7 +27,7 @@ from .requests import (
 )
 
 _MOST_READ_BYTES = 64 << 20
-_PIECE_BYTES = 1 << 16
+PIECE_BYTES = 1 << 16
 
 
 def decoded(action: str, raw: bytes, bodies: Mapping[str, Any]) -> Any:
@@ -145,19 +146,12 @@ class InteractiveProgram:
     async def send(self, data: bytes) -> None:
         """What a program that has ended does not take is dropped."""
         _, writer = await asyncio.shield(self._streams)
-        try:
-            writer.write(data)
-            await writer.drain()
-        except (ConnectionError, RuntimeError):
-            return
+        await write_to(writer, data)
 
     async def receive(self) -> Received:
         reader, _ = await asyncio.shield(self._streams)
         async with self._reading:
-            try:
-                data = await reader.read(_PIECE_BYTES)
-            except ConnectionError:
-                data = b""
+            data = await read_from(reader)
         if data:
             return Received(data)
         self._hung_up = True
@@ -167,3 +161,16 @@ class InteractiveProgram:
         """Ends the program, unless it has ended or is about to; returns how it ended."""
         self._over.set()
         return await asyncio.shield(self._result)
+
+
+async def write_to(writer: asyncio.StreamWriter, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError, RuntimeError):  # the program is gone
+        writer.write(data)
+        await writer.drain()
+
+
+async def read_from(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read(PIECE_BYTES)
+    except ConnectionError:
+        return b""

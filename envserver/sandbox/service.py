@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import structlog
 from envserver_records.errors import ConfigError
 from envserver_records.waiting import cancel_and_wait
 
 from ..settings.config import LocalSandboxConfig
 from . import bubblewrap, landlock
-from .docker import Engine, PoolRules, find_engine, new_prefix, remove_leftovers
+from .docker import Engine, find_engine, new_prefix, remove_leftovers
 from .places import folder_for_sockets
 from .probe import LANDLOCK_ENOUGH, WEAKNESSES, ProbeReport, examine, unavailable
 from .supervisor import SupervisorBoot, start_command
@@ -32,10 +33,6 @@ from .supervisor import SupervisorBoot, start_command
 # what it does not hold. Docker and unsafe-local are only taken by name.
 
 ORDER = ("bubblewrap", "namespace", "landlock")
-
-
-def candidates(backend: str) -> tuple[str, ...]:
-    return ORDER if backend == "auto" else (backend,)
 
 
 def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
@@ -55,13 +52,9 @@ def announce(report: ProbeReport, failed: Sequence[ProbeReport]) -> None:
     """Warns if the chosen backend is weak or if a better one failed."""
     tried = {each.backend: each.failure for each in failed}
     if report.backend in WEAKNESSES:
-        does_not_hold = ", ".join(WEAKNESSES[report.backend])
-        _log.warning(
-            "sandbox_backend_is_weak",
-            backend=report.backend,
-            does_not_hold=does_not_hold,
-            failed=tried,
-        )
+        lacks = ", ".join(WEAKNESSES[report.backend])
+        facts = {"backend": report.backend, "does_not_hold": lacks, "failed": tried}
+        _log.warning("sandbox_backend_is_weak", **facts)
         return
     broken = {backend: why for backend, why in tried.items() if why != "bwrap is not installed"}
     if broken:
@@ -105,7 +98,6 @@ class SandboxService:
         self.address = ""
         self._directory = ""
         self._engine: Engine | None = None
-        self._rules: PoolRules | None = None
 
     @property
     def private(self) -> list[str]:
@@ -114,7 +106,8 @@ class SandboxService:
 
     async def __aenter__(self) -> Self:
         failed: list[ProbeReport] = []
-        for backend in candidates(self._config.backend):
+        chosen = self._config.backend
+        for backend in ORDER if chosen == "auto" else (chosen,):
             report = await self.attempt(backend)
             if report.works:
                 announce(report, failed)
@@ -155,8 +148,11 @@ class SandboxService:
 
     def _use_engine(self) -> None:
         wanted = self._config
-        self._engine = find_engine(wanted.docker_image, wanted.docker_pull)
-        self._rules = PoolRules(
+        engine = find_engine(wanted.docker_image, wanted.docker_pull)
+        if removed := remove_leftovers(engine):
+            _log.warning("sandbox_containers_removed", of_killed_servers=len(removed))
+        self._engine = msgspec.structs.replace(
+            engine,
             prefix=new_prefix(),
             pull=wanted.docker_pull,
             warm=wanted.docker_warm,
@@ -164,9 +160,6 @@ class SandboxService:
             starts=wanted.docker_starts,
             starts_per_second=wanted.docker_starts_per_second,
         )
-        removed = remove_leftovers(self._engine)
-        if removed:
-            _log.warning("sandbox_containers_removed", of_killed_servers=len(removed))
 
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
@@ -184,7 +177,6 @@ class SandboxService:
             backend=self.backend,
             private=self.private,
             engine=self._engine,
-            rules=self._rules,
         )
         self._control = ours
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds
@@ -250,8 +242,8 @@ class SandboxService:
 
     async def _remove_containers(self) -> None:
         """Removes those that did not end with the supervisor, or not yet."""
-        if self._engine is not None and self._rules is not None:
-            await asyncio.to_thread(remove_leftovers, self._engine, self._rules.prefix)
+        if self._engine is not None:
+            await asyncio.to_thread(remove_leftovers, self._engine)
 
     def _make_directory(self) -> None:
         Path(self._directory).mkdir(mode=0o700)

@@ -6,8 +6,9 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import structlog
 from envserver_records.errors import (
@@ -31,6 +32,9 @@ from .maker import (
     StartedProgram,
     guarded,
 )
+
+if TYPE_CHECKING:
+    from .service import SandboxService
 
 
 def maker_class(reference: str) -> Callable[[], Sandboxes]:
@@ -116,28 +120,17 @@ def _words(error: Exception) -> str:
 _log = structlog.get_logger("envserver.sandbox")
 
 
-class SandboxSource(Protocol):
-    """Where the sandboxes of a run come from: a `SandboxService`, or `RemoteSource`."""
-
-    @property
-    def backend(self) -> str:
-        """The backend on this machine; "remote": they are made on other machines."""
-
-    @property
-    def address(self) -> SandboxAddress:
-        """For `maker.sandboxes_at`, in any process of this machine."""
-
-    @property
-    def private(self) -> list[str]:
-        """Paths of this machine that programs never see."""
-
-
+@dataclass
 class RemoteSource:
+    """Sandboxes of other machines, or of a class, for `maker.sandboxes_at` in any process."""
+
+    address: SandboxAddress
+    private: list[str] = field(default_factory=list)
     backend = "remote"
 
-    def __init__(self, address: SandboxAddress) -> None:
-        self.address = address
-        self.private: list[str] = []
+
+SandboxSource: TypeAlias = "SandboxService | RemoteSource"
+"""Where the sandboxes of a run come from."""
 
 
 def custom_sandboxes(reference: str) -> RemoteSource:

@@ -51,7 +51,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
         warm: maximum ready sandboxes of each zygote.
-        engine, rules: what makes containers, and how many, for the backend `docker`.
+        engine: makes containers, for the backend `docker`.
     """
 
     control_fd: int
@@ -61,7 +61,6 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     private: list[str]
     engine: docker.Engine | None = None
-    rules: docker.PoolRules | None = None
 
 
 def start_command(module: str, boot: Any) -> list[str]:
@@ -76,10 +75,8 @@ def zygote_command(
 ) -> list[str]:
     """The argv of the zygote, or of the maker of containers, that this process starts."""
     ours = os.getpid()
-    if boot.engine is not None and boot.rules is not None:
-        maker = docker_maker.Boot(
-            control_fd=control_fd, supervisor_pid=ours, engine=boot.engine, rules=boot.rules
-        )
+    if boot.engine is not None:
+        maker = docker_maker.Boot(control_fd=control_fd, supervisor_pid=ours, engine=boot.engine)
         return start_command("docker_maker", maker)
     arguments = {
         "control_fd": control_fd,
@@ -205,7 +202,8 @@ class Supervisor:
             self._control.send(b"up")
         try:
             while True:
-                for key, _ in self._selector.select(1.0 if self._is_waiting() else None):
+                waits = any(not zygote.up or zygote.waiting for zygote in self._zygotes.values())
+                for key, _ in self._selector.select(1.0 if waits else None):
                     key.data()
                 self._expire()
         finally:
@@ -231,9 +229,6 @@ class Supervisor:
 
     def _stop(self) -> None:
         sys.exit(0)
-
-    def _is_waiting(self) -> bool:
-        return any(not zygote.up or zygote.waiting for zygote in self._zygotes.values())
 
     # Clients.
 

@@ -125,7 +125,7 @@ _SYSTEM = (
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
 """A sandbox has its own versions of these, so the host's files below them are not visible."""
 _SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
-_LARGEST_SCRIPT_BYTES = 32768
+_SCRIPT_BYTES = 32768
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables for numeric libraries: there are many programs, so none may use every core."""
@@ -260,16 +260,13 @@ def _move_scripts(old: str, new: str) -> None:
     """Rewrites scripts whose first line names the interpreter by its old path."""
     for entry in os.scandir(old):
         target = Path(new, entry.name)
-        text = Path(entry.path).read_bytes() if _is_script(entry) else b""
+        is_script = entry.is_file(follow_symlinks=False) and entry.stat().st_size < _SCRIPT_BYTES
+        text = Path(entry.path).read_bytes() if is_script else b""
         if text.startswith(b"#!" + os.fsencode(old)):
             target.write_bytes(text.replace(os.fsencode(old), os.fsencode(new), 1))
             target.chmod(0o755)
         else:
             _bind(entry.path, str(target))
-
-
-def _is_script(entry: os.DirEntry[str]) -> bool:
-    return entry.is_file(follow_symlinks=False) and entry.stat().st_size < _LARGEST_SCRIPT_BYTES
 
 
 def _spare_directory() -> str:

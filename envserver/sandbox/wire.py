@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 MAX_FRAME_BYTES = 96 * 2**20
 """A request (an archive may be large) or an answer; `SandboxSpec` and limits keep below it."""

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -120,7 +121,8 @@ def test_only_containers_of_servers_that_are_gone_are_removed(engine: Path) -> N
     (engine / "left").write_text("\n".join(of_gone + others))
     found = find_engine(fake_engine.IMAGE)
     assert remove_leftovers(found) == of_gone
-    assert remove_leftovers(found, ours) == [f"{ours}-c"]
+    own = msgspec.structs.replace(found, prefix=ours)
+    assert remove_leftovers(own) == [f"{ours}-c"]
     removed = [words[3:] for words in fake_engine.commands(engine) if words[0] == "rm"]
     assert removed == [of_gone, [f"{ours}-c"]]
 
