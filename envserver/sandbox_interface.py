@@ -2,7 +2,7 @@
 
 `sandbox/requests.py` has its methods as requests, which are sent by `sandbox/client.py` (over the
 supervisor's socket), `sandbox/machines.py` (to another machine) and `workers/run.py` (over HTTP, in
-a worker). `BlockingSandbox` and `sandbox/opening.py` derive their methods, with their types, from
+a worker). `BlockingSandbox` and `sandbox/maker.py` derive their methods, with their types, from
 `Sandbox`.
 """
 

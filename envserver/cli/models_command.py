@@ -29,6 +29,7 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
+    from envserver_local.simulated.policy import Solver
     from envserver_local.tiny.from_experts import TinyPlan
     from rich.progress import Progress
     from rich.table import Table
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ..environment import Environment
     from ..models.catalogue import ModelEntry
     from ..models.probe import ProbeResult
-    from ..models.sim import Solver
     from .console import Console
 
 
@@ -147,11 +147,11 @@ def run_start(argv: list[str]) -> int:
 
 async def _start(settings: StartSettings) -> None:
     from ..models.catalogue import find_model, read_catalogue
-    from ..models.manager import engine_spec, running_engine
+    from ..models.manager import running_engine
 
     config = settings.engine
     entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
-    async with running_engine(engine_spec(entry, config), tell=_say) as engine:
+    async with running_engine(entry, config, tell=_say) as engine:
         print(engine.base_url, flush=True)
         await engine.until_lost()
 

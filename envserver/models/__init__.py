@@ -1,14 +1,4 @@
-"""Engines behind the proxy; README.md draws the path of a request.
-
-engine       the interface that every engine implements
-openai       any OpenAI-compatible server, or several replicas of one; below it
-             routing (choice, retries), replicas (health, calls in flight), connections (HTTP)
-fleet        replicas that come and go
-probe        finds out what an engine can do
-catalogue    configs/models.yaml, and where a model's tokenizer and chat template are
-manager      starts engines and keeps them running
-sim          imports the simulated engine, which is in tools/envserver_local
-"""
+"""Engines behind the proxy; README.md draws the path of a request."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ class ModelEntry(Section):
     """A model that can be started by its name."""
 
     name: str = Field(min_length=1)
-    """The name that the user types."""
     hf_id: str | None = None
-    """Name on the Hugging Face hub."""
     path: Path | None = None
     """Folder with its files, in place of `hf_id`."""
     backend: Backend = "auto"
@@ -40,11 +38,8 @@ class ModelEntry(Section):
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Default maximum tokens of an answer."""
     temperature: float | None = Field(default=None, ge=0)
-    """Default sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Default nucleus sampling probability."""
     load_in_4bit: bool = False
     """Quantise to 4 bits with bitsandbytes."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -52,15 +47,12 @@ class ModelEntry(Section):
     served_name: str | None = None
     """Model name in requests; default: its name here."""
     prompt_price: float | None = Field(default=None, ge=0)
-    """Price of a million prompt tokens, for the costs in records and tables."""
+    """Prices are of a million tokens, for the costs in records and tables."""
     completion_price: float | None = Field(default=None, ge=0)
-    """Price of a million completion tokens."""
     default_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables that the engine gives to every chat template: `{enable_thinking: false}`."""
     vllm_args: tuple[str, ...] = ()
-    """Further arguments for vLLM's command line."""
     local_args: tuple[str, ...] = ()
-    """Further arguments for the local engine's command line."""
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -109,7 +101,7 @@ def read_catalogue(path: Path) -> dict[str, ModelEntry]:
 
 
 def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> ModelEntry:
-    """Returns the entry `name`, or a new one for the folder or hub model that it means."""
+    """The entry `name`, or a new one for the folder or hub model that it means."""
     entry = catalogue.get(name) or _unlisted(name)
     if entry is None:
         near = difflib.get_close_matches(name, catalogue, n=1, cutoff=0.5)
@@ -142,14 +134,13 @@ def _entry(raw: object, place: str) -> ModelEntry:
     try:
         return ModelEntry.model_validate(raw)
     except ValidationError as error:
-        one = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, one["loc"]))
-        said = one["msg"].removeprefix("Value error, ")
+        fault = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(map(str, fault["loc"]))
         known = difflib.get_close_matches(field, ModelEntry.model_fields, n=1)
-        unknown = one["type"] == "extra_forbidden"
+        unknown = fault["type"] == "extra_forbidden"
+        reason = "there is no such setting" if unknown else fault["msg"]
         raise ConfigError(
-            f"{where}: {f'{field}: ' if field else ''}"
-            f"{'there is no such setting' if unknown else said}.",
+            f"{where}: {f'{field}: ' if field else ''}{reason.removeprefix('Value error, ')}.",
             hint=f"Did you mean {known[0]!r}?" if unknown and known else "",
         ) from error
 
@@ -214,7 +205,7 @@ def find_model_files(probe_result: ProbeResult, explicit: Path | None = None) ->
 
 
 def find_tokenizer(name: str) -> Path:
-    """Finds a tokenizer by the user's name for it: a local folder, or a model on the hub."""
+    """`name`: a local folder, or a model on the hub."""
     if folder := tokenizer_here(name, Path(name)):
         return folder
     fetched = _fetch(name)
@@ -224,14 +215,14 @@ def find_tokenizer(name: str) -> Path:
 
 
 def tokenizer_here(name: str, *folders: Path) -> Path | None:
-    """Returns the first of `folders` with a tokenizer, else the one of the model in the cache."""
+    """The first of `folders` with a tokenizer, else the one of the model in the cache."""
     places = [*folders, *_cached(name)] if name else []
     found = (folder for folder in places if (folder / _TOKENIZER).is_file())
     return next((folder.absolute() for folder in found), None)
 
 
 def _lack(folder: Path) -> str:
-    """Returns what is missing for rendering here, or ""."""
+    """What is missing for rendering here, or ""."""
     if not (folder / _TOKENIZER).is_file():
         return f"no {_TOKENIZER}"
     if any((folder / name).is_file() for name in _TEMPLATES):
@@ -288,16 +279,15 @@ def _fetch(name: str) -> ModelFiles:
 
 
 def without_folders(text: str) -> str:
-    """Returns `text` with only the last part of each path: what may leave this machine."""
+    """`text` with only the last part of each path: what may leave this machine."""
     return _PATH.sub(r"\1", text)
 
 
 def model_source(root: str | None, folder: Path | None = None) -> dict[str, str]:
-    """Returns the name of the files that an engine serves, and their revision if known.
+    """The name of the files that an engine serves, and their revision if known.
 
-    Args:
-        root: a name on the hub or a path (of which the last part is used), as the engine reports
-        it. folder: where its tokenizer was found here.
+    `root` is a name on the hub or a path (of which the last part is used), as the engine reports
+    it; `folder` is where its tokenizer was found here.
     """
     if not root:
         return {}

@@ -82,7 +82,7 @@ class EngineAddresses:
         self._trusted.add(_place(url))
 
     def gets_key(self, url: str) -> bool:
-        """Returns whether the settings name the host of `url`, so that it may have the key."""
+        """Whether the settings name the host of `url`, so that it may have the key."""
         return not self.is_checked(*_place(url))
 
     async def check(self, url: str) -> None:
@@ -90,23 +90,28 @@ class EngineAddresses:
         host, port = _place(url)
         if not self.is_checked(host, port):
             return
-        if self._names or self._networks:
-            try:
-                ipaddress.ip_address(host)
-            except ValueError:
-                pass  # a name: its addresses may be in an allowed network
-            else:
-                raise _refused(host)
-        loop = asyncio.get_running_loop()
+        # The addresses of a name may be in an allowed network.
+        if (self._names or self._networks) and _plain(host) is not None:
+            raise _refused(host)
         try:
-            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            entries = await _addresses_of(host, port)
         except (OSError, UnicodeError):
             raise InputError(f"There is no host {host[:100]!r}.", place="url") from None
-        if not all(self.may_be(str(one[4][0])) for one in found):
+        if not all(self.may_be(str(entry[4][0])) for entry in entries):
             raise _refused(host)
 
+    async def resolve(self, host: str, port: int) -> list[Any]:
+        """For connections: leaves out addresses that may not be engines."""
+        entries = await _addresses_of(host, port)
+        if not self.is_checked(host, port):
+            return entries
+        allowed = [entry for entry in entries if self.may_be(str(entry[4][0]))]
+        if not allowed:
+            raise OSError(None, "its address may not be that of an engine")
+        return allowed
+
     def may_be(self, address: str) -> bool:
-        """Returns whether a host that the settings do not name may have this address."""
+        """Whether a host that the settings do not name may have this address."""
         known = _plain(address)
         if known is None:
             return False
@@ -118,7 +123,7 @@ class EngineAddresses:
         return not (is_service or known.is_multicast or known.is_unspecified or known.is_reserved)
 
     def is_checked(self, host: str, port: int) -> bool:
-        """Returns whether addresses of `host` are checked: the settings do not name it."""
+        """Whether addresses of `host` are checked: the settings do not name it."""
         return not ((host, port) in self._trusted or self._names_host(host))
 
     def _names_host(self, host: str) -> bool:
@@ -132,13 +137,17 @@ class EngineAddresses:
         )
 
 
+async def _addresses_of(host: str, port: int) -> list[Any]:
+    return await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+
+
 def _place(url: str) -> tuple[str, int]:
     parts = urlsplit(url)
     return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _plain(address: str) -> Address | None:
-    """Returns the address, as IPv4 if it is mapped to IPv6; None if it is not an address."""
+    """The address, as IPv4 if it is mapped to IPv6; None if it is not an address."""
     try:
         known: Address = ipaddress.ip_address(address)
     except ValueError:
@@ -155,30 +164,13 @@ def _refused(host: str) -> InputError:
     )
 
 
-class CheckedResolver:
-    """Resolves names for connections; leaves out addresses that may not be engines."""
-
-    def __init__(self, addresses: EngineAddresses) -> None:
-        self._addresses = addresses
-
-    async def resolve(self, host: str, port: int) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        if not self._addresses.is_checked(host, port):
-            return found
-        allowed = [one for one in found if self._addresses.may_be(str(one[4][0]))]
-        if not allowed:
-            raise OSError(None, "its address may not be that of an engine")
-        return allowed
-
-
 MAX_NESTING = 100
 _MOST_WRITTEN = 254
 """Levels that `orjson.dumps` writes; it raises for more (orjson's README)."""
 
 
 def nests_too_deeply(data: bytes, value: Any) -> bool:
-    """Returns whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
+    """Whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
 
     Writing it inside enough lists to leave MAX_NESTING levels is faster than walking through it:
     answers with logprobs have a hundred objects.
@@ -209,7 +201,7 @@ _HINTS = {
 
 
 class Decoder:
-    """Decodes the answers of an engine; `key` is removed from all messages."""
+    """`key` is removed from all messages."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -220,11 +212,9 @@ class Decoder:
         JSON is strict, with finite numbers: an engine that writes NaN for a logprob has computed
         nothing to train on.
 
-        Args:
-            form: a TypedDict of the fields that are read, with `error` and `object`. If the data
-            has
-                this form, other fields are skipped, at half the cost; else all are decoded.
-                Integers of over 64 bits do not fit it.
+        `form` is a TypedDict of the fields that are read, with `error` and `object`. If the data
+        has this form, other fields are skipped, at half the cost; else all are decoded. Integers of
+        over 64 bits do not fit it.
         """
         try:
             answer = None if form is None else _of_form(data, form)
@@ -256,14 +246,12 @@ class Decoder:
         return kind(f"The engine failed (HTTP {status}): {self.words(data)}", status=status)
 
     def words(self, data: bytes) -> str:
-        """Returns the engine's error message, shortened and without its key."""
+        """The engine's error message, shortened and without its key."""
         return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
 
     def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
-        """Lists the models in an answer to `/v1/models`, names near `wanted` first.
-
-        Returns "" if it lists none, or `wanted` itself.
-        """
+        """Lists the models in an answer to `/v1/models`, names near `wanted` first; "" if it lists
+        none, or `wanted` itself."""
         names = [self._without_key(name) for name in model_names(answer)]
         if not names or wanted in names:
             return ""
@@ -279,8 +267,8 @@ class Decoder:
         return f"The engine has {listed}{others}: set openai.model_name."
 
     def _without_key(self, text: str) -> str:
-        is_secret = len(self._key or "") >= _LEAST_SECRET  # "x" would be found in many words
-        return text.replace(self._key, "***") if self._key and is_secret else text
+        is_secret = len(self._key) >= _LEAST_SECRET  # "x" would be found in many words
+        return text.replace(self._key, "***") if is_secret else text
 
 
 @lru_cache(maxsize=16)
@@ -289,7 +277,7 @@ def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
 
 
 def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
-    """Returns the fields of `form` in `data`; None if it has another form."""
+    """The fields of `form` in `data`; None if it has another form."""
     try:
         found: dict[str, Any] = _decoder_of(form).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -298,12 +286,12 @@ def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
 
 
 def is_refusal(status: int) -> bool:
-    """Returns whether the request is at fault, so that every replica would refuse it."""
+    """Whether the request is at fault, so that every replica would refuse it."""
     return 400 <= status < 500 and status not in (408, 429)
 
 
 def retry_after(headers: Mapping[str, str]) -> float:
-    """Returns the seconds of a Retry-After header (a number or a date); 0 without a usable one."""
+    """The seconds of a Retry-After header (a number or a date); 0 without a usable one."""
     value = headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value[:9])
@@ -317,7 +305,6 @@ def retry_after(headers: Mapping[str, str]) -> float:
 
 
 def first_model(answer: dict[str, Any]) -> str:
-    """Returns the first model's name in an answer to `/v1/models`."""
     names = model_names(answer)
     if not names:
         raise EngineGarbage("The engine lists no model.", hint="Set openai.model_name.")
@@ -325,13 +312,10 @@ def first_model(answer: dict[str, Any]) -> str:
 
 
 def model_names(answer: dict[str, Any]) -> list[str]:
-    """Returns the models' names in an answer to `/v1/models`, without malformed entries."""
+    """The models' names in an answer to `/v1/models`, without malformed entries."""
     models = answer.get("data")
-    ids = (
-        [one.get("id") for one in models if isinstance(one, dict)]
-        if isinstance(models, list)
-        else []
-    )
+    entries = models if isinstance(models, list) else []
+    ids = [entry.get("id") for entry in entries if isinstance(entry, dict)]
     return [name for name in ids if isinstance(name, str)]
 
 
@@ -340,7 +324,6 @@ def _shortened(text: str, characters: int) -> str:
 
 
 def _error_message(data: bytes) -> str:
-    """Extracts the message of an error body, in any of the forms that servers use."""
     try:
         body = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -389,12 +372,7 @@ class RetryableError(Exception):
 
 
 class Connections:
-    """The connections to all replicas; use with `async with`.
-
-    Args:
-        key: sent to the replicas that may have it.
-        addresses: which addresses names may have.
-    """
+    """The connections to all replicas; `key` is sent to those that may have it."""
 
     def __init__(self, key: str, decoder: Decoder, addresses: EngineAddresses) -> None:
         self._headers = b"content-type: application/json\r\n"
@@ -405,7 +383,7 @@ class Connections:
         self._pool: HttpPool | None = None
 
     async def __aenter__(self) -> Connections:
-        self._pool = HttpPool(CheckedResolver(self._addresses).resolve, watchful_socket)
+        self._pool = HttpPool(self._addresses.resolve, watchful_socket)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -425,7 +403,7 @@ class Connections:
         return Exchange(self._pool, replica, (method, path, headers, payload))
 
     async def check(self, replica: Replica, response: Response) -> None:
-        """Returns if the status of `response` is 2xx."""
+        """Raises unless the status of `response` is 2xx."""
         status = response.status
         if 200 <= status < 300:
             return
@@ -437,7 +415,7 @@ class Connections:
                 status=status,
                 base_url=replica.url,
             )
-        data = await _beginning(response)
+        data = await whole(response, MAX_REFUSAL_BYTES, cut=True)
         if is_refusal(status):
             raise self._decoder.refused(status, data)
         seconds = retry_after(response.headers)
@@ -450,8 +428,6 @@ class Connections:
 
 
 class Exchange:
-    """One request, and its answer while it is read."""
-
     def __init__(
         self, pool: HttpPool, replica: Replica, request: tuple[str, str, bytes, bytes | None]
     ) -> None:
@@ -473,25 +449,20 @@ class Exchange:
             raise _retryable(self._replica, error) from None
 
 
-async def whole(response: Response, max_bytes: int = _MAX_ANSWER_BYTES) -> bytes:
-    """Reads the whole body, of at most `max_bytes`."""
+async def whole(
+    response: Response, max_bytes: int = _MAX_ANSWER_BYTES, *, cut: bool = False
+) -> bytes:
+    """The body; one of over `max_bytes` raises EngineGarbage, or with `cut` ends about there."""
     parts: list[bytes] = []
     size = 0
     while part := await response.read():
         parts.append(part)
         size += len(part)
         if size > max_bytes:
+            if cut:
+                break
             raise EngineGarbage(f"The engine's answer is over {max_bytes} bytes.")
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-@contextmanager
-def typed(replica: Replica) -> Iterator[None]:
-    """Turns the HTTP client's errors into `RetryableError`."""
-    try:
-        yield
-    except HttpError as error:
-        raise _retryable(replica, error) from None
 
 
 def _retryable(replica: Replica, error: HttpError) -> RetryableError:
@@ -510,21 +481,21 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
 
 
 async def in_time(deadline: float, work: Awaitable[T]) -> T:
-    """Awaits `work` until the loop's time is `deadline`."""
     async with asyncio.timeout_at(deadline):
         return await work
 
 
 @contextmanager
-def read_by(deadline: float, response: Response) -> Iterator[None]:
-    """Makes reads of the body raise TimeoutError from the loop's time `deadline` on.
+def read_by(deadline: float, response: Response, replica: Replica) -> Iterator[None]:
+    """For reads of the body: TimeoutError from the loop's time `deadline` on, else RetryableError.
 
     One timer serves a whole stream, which may have thousands of reads.
     """
-    loop = asyncio.get_running_loop()
-    timer = loop.call_at(deadline, response.fail, TimeoutError())
+    timer = asyncio.get_running_loop().call_at(deadline, response.fail, TimeoutError())
     try:
         yield
+    except HttpError as error:
+        raise _retryable(replica, error) from None
     finally:
         timer.cancel()
 
@@ -551,15 +522,6 @@ def watchful_socket(address: tuple[Any, ...]) -> socket.socket:
     return made
 
 
-async def _beginning(response: Response) -> bytes:
-    data = b""
-    while part := await response.read():
-        data += part
-        if len(data) > MAX_REFUSAL_BYTES:
-            break
-    return data
-
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -579,7 +541,7 @@ class SseParser:
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the data of every event that `chunk` completes."""
+        """The data of every event that `chunk` completes."""
         # A line that has no end yet is put together only once: it may come in thousands of chunks.
         undecided = self._at_start or (bool(self._rest) and self._rest[-1].endswith(b"\r"))
         self._keep(chunk)

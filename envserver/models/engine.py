@@ -1,8 +1,4 @@
-"""The interface between the proxy and whatever samples tokens, and two small engines.
-
-`MeasuredEngine` counts the calls of another engine. `PlayedEngine` has no model: an external client
-answers the calls of its own rollout, without token ids, limited by the rollout's time alone.
-"""
+"""The interface between the proxy and whatever samples tokens, and two small engines."""
 
 from __future__ import annotations
 
@@ -27,11 +23,8 @@ class ReplicaHealth(msgspec.Struct, frozen=True):
 
     Args:
         seconds: how long its answer took.
-        reason: why it is not healthy, or "".
-        in_flight, limit: calls there now, and the current limit.
-        waiting: calls that wait for a slot.
-        state: of the circuit breaker. closed: used; open: set aside; half_open: being tested with
-            one call at a time.
+        state: of the circuit breaker. closed: used; open: set aside; half_open: tested by one call
+            at a time.
         calls, errors: calls that were answered, and that failed, since the start.
         seconds_p50, seconds_p95: until the answer of a call, or the first part of a streamed one.
         id, origin, rollouts, expires_at: see Replica; id "": an engine without replicas.
@@ -67,8 +60,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     Args:
         rollout_id: requests of one go to the same replica while it is healthy and has slots.
         timeout_seconds: for the whole answer, retries included.
-        form: a TypedDict of the fields that are read, of the answer or of each chunk; see
-            `Decoder.decode`. An engine may ignore it.
+        form: a TypedDict of the fields that are read, see `Decoder.decode`; an engine may ignore
+            it.
     """
 
     path: str
@@ -96,24 +89,22 @@ class Engine(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     async def model_name(self) -> str:
-        """Returns the name under which the engine serves the model (asked once)."""
+        """The name under which the engine serves the model (asked once)."""
 
-    async def post(self, request: EngineRequest) -> dict[str, Any]:
-        """Returns the answer to one request that does not stream."""
+    async def post(self, request: EngineRequest) -> dict[str, Any]: ...
 
     def stream(
         self, request: EngineRequest
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         """Streams an answer's chunks; it ends normally only after the engine's `[DONE]`."""
 
-    async def get(self, path: str) -> dict[str, Any]:
-        """Sends a GET request (such as /v1/models)."""
+    async def get(self, path: str) -> dict[str, Any]: ...
 
-    async def health(self) -> list[ReplicaHealth]:
-        """Asks every address for its health; one entry per address."""
+    async def health(self) -> list[ReplicaHealth]: ...
 
     def replicas(self) -> list[ReplicaHealth]:
-        """Returns the known state of each address without asking; `healthy`: not set aside."""
+        """The known state of each address without asking, as `health` does; `healthy`: not set
+        aside."""
 
 
 Json = dict[str, Any]
@@ -148,7 +139,6 @@ _stopwatch: ContextVar[Stopwatch | None] = ContextVar("envserver_stopwatch", def
 
 @contextmanager
 def count_as_waiting() -> Iterator[None]:
-    """Counts the time within the block as waiting."""
     watch = _stopwatch.get()
     started = time.perf_counter()
     try:
@@ -161,12 +151,8 @@ def count_as_waiting() -> Iterator[None]:
 class MeasuredEngine:
     """Counts the calls of `engine`; bodies and answers pass unchanged.
 
-    A call that its caller cancelled counts neither as a failure nor as a time.
-
-    Args:
-        seconds: of answered calls by path, from the call to the answer's end.
-        errors: failed calls by the kind of failure.
-        in_flight: calls without an answer yet, those that wait for a slot included.
+    A call that its caller cancelled counts neither as a failure nor as a time. `seconds` is by
+    path, to the answer's end; `errors` by kind; `in_flight` includes calls that wait for a slot.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -194,8 +180,7 @@ class MeasuredEngine:
         return await self._engine.health()
 
     def replicas(self) -> list[ReplicaHealth]:
-        """Returns the engine's replicas; the calls of a single one that does not count are counted
-        here."""
+        """The calls of a single replica that does not count them are counted here."""
         found = self._engine.replicas()
         if len(found) != 1 or found[0].calls or found[0].errors:
             return found
@@ -248,13 +233,8 @@ _TEXT = "/v1/completions"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request to the player.
-
-    Args:
-        agent: the agent's name, if the environment declares agents.
-        messages, tools: in OpenAI's format.
-        choice: the request's `tool_choice`, if any.
-    """
+    """A request to the player, in OpenAI's format; `agent`: None if the environment declares no
+    agents."""
 
     agent: str | None
     messages: list[Message]
@@ -263,11 +243,11 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 Player = Callable[[Asked], Awaitable[Message]]
-"""Returns the assistant's message."""
 
 
 class PlayedEngine:
-    """Passes calls to the player of their rollout."""
+    """Passes calls to the player of their rollout: an external client, without token ids, limited
+    by the rollout's time alone."""
 
     kind = "played"
     exact = False
@@ -277,7 +257,6 @@ class PlayedEngine:
 
     @contextmanager
     def played_by(self, rollout_id: str, player: Player) -> Iterator[None]:
-        """Lets `player` answer the requests of a rollout within the block."""
         self._players[rollout_id] = player
         try:
             yield
@@ -305,28 +284,19 @@ class PlayedEngine:
         return {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
     async def post(self, request: EngineRequest) -> dict[str, Any]:
-        message = await self._answer(request)
-        if request.path == _TEXT:
-            choice: dict[str, Any] = {"text": message["content"] or ""}
-        else:
-            choice = {"message": message}
-        return _whole(request, {"index": 0, **choice, "finish_reason": _reason(message)})
+        return await self._answer(request, "message")
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
-        message = await self._answer(request)
-        if request.path == _TEXT:
-            part: dict[str, Any] = {"text": message["content"] or ""}
-        else:
-            part = {"delta": message}
-        chunk = _whole(request, {"index": 0, **part, "finish_reason": _reason(message)})
+        answer = await self._answer(request, "delta")
 
         async def chunks() -> AsyncIterator[dict[str, Any]]:
-            yield {**chunk, "object": f"{chunk['object']}.chunk"}
+            yield {**answer, "object": f"{answer['object']}.chunk"}
 
         yield chunks()
 
-    async def _answer(self, request: EngineRequest) -> Message:
+    async def _answer(self, request: EngineRequest, kind: str) -> dict[str, Any]:
+        """`kind`: the name of the message in a chat's choice."""
         rollout, _, agent = request.rollout_id.partition("/")
         body = request.body
         player = self._players.get(rollout)
@@ -334,7 +304,7 @@ class PlayedEngine:
             raise EngineRefused("No player is set for the model of this rollout.", status=400)
         if body.get("n") not in (None, 1):
             raise EngineRefused("A player gives one answer: n must be 1.", status=400)
-        message = await player(
+        played = await player(
             Asked(
                 agent=agent or None,
                 messages=_messages(request.path, body),
@@ -342,11 +312,25 @@ class PlayedEngine:
                 choice=body.get("tool_choice"),
             )
         )
-        calls = message.get("tool_calls")
+        calls, content = played.get("tool_calls"), played.get("content")
+        message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        is_chat = request.path == _CHAT
         return {
-            "role": "assistant",
-            "content": message.get("content"),
-            **({"tool_calls": calls} if calls else {}),
+            "id": f"played-{uuid.uuid4().hex[:12]}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.get("model") or MODEL,
+            "choices": [
+                {
+                    "index": 0,
+                    **({kind: message} if is_chat else {"text": content or ""}),
+                    "finish_reason": "tool_calls" if calls else "stop",
+                }
+            ],
+            # A player says nothing of tokens.
+            "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
         }
 
 
@@ -363,19 +347,3 @@ def _refused(path: str) -> EngineRefused:
     return EngineRefused(
         f"The client that acts as the model answers chats and text prompts, not {path}.", status=404
     )
-
-
-def _reason(message: Message) -> str:
-    return "tool_calls" if message.get("tool_calls") else "stop"
-
-
-def _whole(request: EngineRequest, choice: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": f"played-{uuid.uuid4().hex[:12]}",
-        "object": "chat.completion" if request.path == _CHAT else "text_completion",
-        "created": int(time.time()),
-        "model": request.body.get("model") or MODEL,
-        "choices": [choice],
-        # A player says nothing of tokens.
-        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
-    }

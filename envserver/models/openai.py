@@ -1,8 +1,7 @@
 """Any OpenAI-compatible server, or several replicas of one, over HTTP.
 
-In flow decoded request bodies, out flow decoded answers or chunks. What always holds: only
-EngineError and its subclasses are raised; a call ends within its timeout; no message holds the
-engine's key; a stream that ended normally was complete.
+Invariants: only EngineError and its subclasses are raised; a call ends within its timeout; no
+message holds the engine's key; a stream that ended normally was complete.
 
 Sampling changes nothing in an engine, so a request without an answer is sent again, to another
 replica if there is one: after refused or broken connections, HTTP 408, 429 and 5xx, and when its
@@ -20,6 +19,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 import orjson
 from envserver_records.errors import (
     ConfigError,
@@ -42,13 +42,12 @@ from .connections import (
     first_model,
     in_time,
     read_by,
-    typed,
     whole,
 )
 from .engine import EngineRequest, ReplicaHealth
 from .http_client import HttpError, Response
 from .replicas import Origin, Replica, ReplicaRequest, read_load
-from .routing import Replicas, Retrying, Routing, late, versions_noted
+from .routing import Replicas, Routing, late, versions_noted
 
 _LONGEST_PAUSE_SECONDS = 30.0
 _MISSES = 3
@@ -57,19 +56,15 @@ _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
 class ReplicaMonitor:
-    """The background checks of an engine's replicas; use with `async with`.
+    """The background checks of an engine's replicas.
 
-    Health: every few seconds, at once after a failed call, and with growing pauses while a replica
-    is unhealthy. Load, from its metrics: about once a second while it has calls in flight.
+    Health: every `check_seconds`, at once after a failed call, and with growing pauses while a
+    replica is unhealthy; an engine's only replica is not checked while it is well, as there is no
+    choice. Load, from its metrics: every `measure_seconds` while it has calls in flight.
 
     A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
     calls at a replica that missed several checks in a row, without any other sign of life, are
     stopped and sent to another one.
-
-    Args:
-        check_seconds: between two health checks, and the longest that one may take. An engine's
-            only replica is not asked while it is well: there is no choice to be made.
-        measure_seconds: between two readings of the load.
     """
 
     def __init__(
@@ -104,8 +99,7 @@ class ReplicaMonitor:
     async def __aexit__(self, *exc: object) -> None:
         tasks = [task for each in self._tasks.values() for task in each]
         self._tasks.clear()
-        ends = await cancel_and_wait(*tasks)
-        for end in ends:
+        for end in await cancel_and_wait(*tasks):
             if end is not None and not isinstance(end, asyncio.CancelledError):
                 raise end
 
@@ -126,16 +120,13 @@ class ReplicaMonitor:
                     missing_since = missing_since if misses else began
                     misses += 1
                     replica.checked(False, miss)
-                if misses >= _MISSES and lost and replica.heard_at < missing_since:
-                    self._give_up(replica)
+                is_hanging = misses >= _MISSES and lost and replica.heard_at < missing_since
+                if is_hanging and self._replicas.other_usable([replica]):
+                    replica.give_up_requests()
             await self._pause(replica, misses)
 
-    def _give_up(self, replica: Replica) -> None:
-        if self._replicas.other_usable([replica]):
-            replica.give_up_requests()
-
     async def _miss(self, replica: Replica) -> tuple[str, bool]:
-        """Returns why its check failed ("" if not), and whether its calls may be lost.
+        """Why its check failed ("" if not), and whether its calls may be lost.
 
         A server without `/health` that answers so is healthy. One that accepts no connections may
         still answer its current calls, as servers do that shut down in order.
@@ -154,17 +145,14 @@ class ReplicaMonitor:
 
     async def _pause(self, replica: Replica, misses: int) -> None:
         """Waits until the next check, which a failed call brings forward."""
-        seconds = self._check_seconds
+        replica.suspected.clear()
+        spread = random.uniform(0.8, 1.2)
         if misses:
             backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
-            seconds = backoff.seconds(misses)
-        replica.suspected.clear()
-        seconds *= random.uniform(0.8, 1.2)
-        if misses:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(backoff.seconds(misses) * spread)
             return
         with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(self._check_seconds * spread):
                 await replica.suspected.wait()
             # Calls fail in bursts; one check is enough for all of them.
             await asyncio.sleep(self._check_seconds / 50)
@@ -177,12 +165,11 @@ class ReplicaMonitor:
             try:
                 status, text = await self._get(replica, "/metrics")
             except (TimeoutError, RetryableError, EngineError):
-                # `_check` looks after health.
-                continue
+                continue  # `_check` looks after health
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 continue
             load = read_load(text.decode(errors="replace"))
-            replica.measured(load)
+            replica.slots.observe(load)
             if load is None:
                 await asyncio.sleep(_LONGEST_PAUSE_SECONDS)
 
@@ -198,16 +185,12 @@ _GET_SECONDS = 120.0
 
 
 class OpenAIEngine:
-    """The engine at `config.base_url`; an async context manager that owns its connections.
+    """The engine at `config.base_url`.
 
     Args:
-        config: its addresses may or may not end in `/v1`. `server_type` "vllm" means that token
-            ids and logprobs can be asked for.
+        config: `server_type` "vllm" means that token ids and logprobs can be requested.
         tries: requests sent for one call, over all replicas.
         pause_seconds: before the first repetition on the same replica; doubles, with jitter.
-        check_seconds, measure_seconds: see ReplicaMonitor.
-        routing, max_lag: see Replicas.
-        addresses: see Connections.
     """
 
     kind = "openai"
@@ -234,14 +217,18 @@ class OpenAIEngine:
         self._timeout_seconds = config.timeout
         self._check_seconds = check_seconds
         roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
-        self._replicas = Replicas(
-            roots, config.num_max_requests_at_once, routing=routing, max_lag=max_lag
+        self.routes = Replicas(
+            roots,
+            config.num_max_requests_at_once,
+            routing=routing,
+            max_lag=max_lag,
+            tries=tries,
+            pause_seconds=pause_seconds,
         )
-        self._calls = Retrying(self._replicas, tries=tries, pause_seconds=pause_seconds)
         self._decoder = Decoder(key)
         self._connections = Connections(key, self._decoder, self.addresses)
         self._monitor = ReplicaMonitor(
-            self._replicas,
+            self.routes,
             self._connections,
             check_seconds=check_seconds,
             measure_seconds=measure_seconds,
@@ -268,7 +255,7 @@ class OpenAIEngine:
         async def once(request: ReplicaRequest) -> Json:
             return await self._get(request.replica, path)
 
-        return await self._calls.until_answered(once, "", self._deadline(_GET_SECONDS))
+        return await self.routes.until_answered(once, "", self._deadline(_GET_SECONDS))
 
     async def post(self, request: EngineRequest) -> Json:
         body, payload = request.body, orjson.dumps(request.body)
@@ -286,7 +273,7 @@ class OpenAIEngine:
             return answer
 
         deadline = self._deadline(request.timeout_seconds)
-        return await self._calls.until_answered(once, request.rollout_id, deadline)
+        return await self.routes.until_answered(once, request.rollout_id, deadline)
 
     @asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Json]]:
@@ -312,7 +299,7 @@ class OpenAIEngine:
                 await self._refused(sent.replica, body, error)
                 raise
 
-        stack, chunks = await self._calls.until_answered(once, request.rollout_id, deadline)
+        stack, chunks = await self.routes.until_answered(once, request.rollout_id, deadline)
         try:
             async with aclosing(chunks):
                 yield chunks
@@ -321,13 +308,13 @@ class OpenAIEngine:
 
     async def health(self) -> list[ReplicaHealth]:
         """Asks every replica for its models, for at most `check_seconds`."""
-        return await asyncio.gather(*(self._health_of(replica) for replica in self._replicas.all))
+        return await asyncio.gather(*(self._health_of(replica) for replica in self.routes.all))
 
     def replicas(self) -> list[ReplicaHealth]:
-        return [self._known(replica) for replica in self._replicas.all]
+        return [self._known(replica) for replica in self.routes.all]
 
     def _known(self, replica: Replica) -> ReplicaHealth:
-        standing, reason = self._replicas.standing(replica)
+        standing, reason = self.routes.standing(replica)
         follows = replica.follows and replica.version is None
         return ReplicaHealth(
             replica.url,
@@ -345,28 +332,20 @@ class OpenAIEngine:
             origin=replica.origin,
             standing=standing,
             follows=follows,
-            version=None if follows else self._replicas.version_of(replica),
+            version=None if follows else self.routes.version_of(replica),
             rollouts=replica.rollouts,
             expires_at=replica.expires_at,
         )
 
-    # Replicas that come and go
-
-    @property
-    def routes(self) -> Replicas:
-        """The replicas, and which of them serves a call."""
-        return self._replicas
-
     def add(self, url: str, origin: Origin, *, gets_key: bool) -> Replica:
-        """Adds a replica, which gets no calls before it is admitted; the engine must be open."""
-        replica = self._replicas.add(root_of(url), origin)
+        """Adds a replica, which gets no calls before it is admitted."""
+        replica = self.routes.add(root_of(url), origin)
         replica.gets_key = gets_key
         self._monitor.watch(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Removes a replica; its current calls end there."""
-        self._replicas.remove(replica)
+        self.routes.remove(replica)
         self._monitor.unwatch(replica)
 
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
@@ -380,17 +359,11 @@ class OpenAIEngine:
             reason = retryable.error.message
         except EngineError as error:
             reason = error.message
-        return ReplicaHealth(
-            replica.url,
+        return msgspec.structs.replace(
+            self._known(replica),
             healthy=not reason,
             seconds=0.0 if reason else time.monotonic() - started,
             reason=reason or replica.reason,
-            in_flight=replica.slots.used,
-            limit=replica.slots.limit,
-            waiting=replica.slots.waiting,
-            state=replica.state,
-            id=replica.id,
-            origin=replica.origin,
         )
 
     def _deadline(self, timeout_seconds: float) -> float:
@@ -425,11 +398,8 @@ class OpenAIEngine:
             raise RetryableError(redirect) from None
 
     async def _answer(self, response: Response, form: type | None = None) -> Json:
-        """Reads a whole answer.
-
-        What is not an object comes from something else, such as a load balancer: a retry may
-        succeed.
-        """
+        """What is not an object comes from something else, such as a load balancer: a retry may
+        succeed."""
         data = await whole(response)
         try:
             return self._decoder.decode(data, form)
@@ -442,8 +412,7 @@ class OpenAIEngine:
         self, replica: Replica, response: Response, body: Json, answer: Json
     ) -> None:
         """Holds an answer back until its engine is known to be the same as before, if connections
-        were interrupted or the model's name or fingerprint changed.
-        """
+        were interrupted or the model's name or fingerprint changed."""
         generation = response.connection.generation
         served = f"{answer.get('model')} {answer.get('system_fingerprint')}"
         known = replica.served[str(body.get("model"))]
@@ -467,24 +436,18 @@ class OpenAIEngine:
             raise RetryableError(error) from None
 
     async def _refused(self, replica: Replica, body: Json, error: EngineRefused) -> None:
-        """Adds the names of the engine's models to its HTTP 404 for the model of `body`.
-
-        An engine that had that model before is checked: it may be another one now.
-        """
+        """Adds the names of the engine's models to its HTTP 404. An engine that had the model
+        before may be another one now."""
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
-        error.hint = await self._models_hint(replica, body) or error.hint
-        if replica.served[str(body.get("model"))]:
-            await self._confirm(replica)
-
-    async def _models_hint(self, replica: Replica, body: Json) -> str:
-        try:
+        with suppress(TimeoutError, RetryableError, EngineError):  # the refusal itself is shown
             answer = await in_time(
                 self._deadline(self._check_seconds), self._get(replica, "/v1/models")
             )
-        except (TimeoutError, RetryableError, EngineError):
-            return ""  # the refusal itself is the error to show
-        return self._decoder.models_hint(str(body.get("model", "")), answer)
+            hint = self._decoder.models_hint(str(body.get("model", "")), answer)
+            error.hint = hint or error.hint
+        if replica.served[str(body.get("model"))]:
+            await self._confirm(replica)
 
     async def _get(self, replica: Replica, path: str) -> Json:
         # Health checks and the like do not wait for a slot.
@@ -500,7 +463,7 @@ class OpenAIEngine:
     ) -> AsyncGenerator[Json]:
         parser = SseParser()
         ended = False
-        with read_by(deadline, response), typed(replica):
+        with read_by(deadline, response, replica):
             while not ended:
                 data = await response.read()
                 ended = not data
@@ -516,8 +479,7 @@ class OpenAIEngine:
     async def _handed_out(
         self, request: ReplicaRequest, first: Json | None, rest: AsyncGenerator[Json]
     ) -> AsyncGenerator[Json]:
-        """Yields the chunks of a stream that can no longer be retried: its consumer has seen
-        some."""
+        """Yields the chunks of a stream that is no longer retried: its consumer has seen some."""
         replica = request.replica
         error: EngineError
         async with aclosing(rest):
@@ -542,8 +504,7 @@ class OpenAIEngine:
 
 
 def _restarted(replica: Replica) -> EngineUnavailable:
-    """Returns the error for a replica that went away during the call: which weights sampled is
-    unknown."""
+    """For a replica that went away during the call: which weights sampled is unknown."""
     message = f"The engine at {replica.url} was restarted during the call."
     return EngineUnavailable(message, base_url=replica.url)
 
@@ -556,7 +517,6 @@ async def _drain(response: Response) -> None:
 
 
 def root_of(address: str) -> str:
-    """Returns `address` without `/v1` and without a trailing slash."""
     try:
         url = URL(address)
     except ValueError as error:

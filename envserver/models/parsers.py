@@ -21,7 +21,7 @@ Tools = list[dict[str, Any]]
 
 
 class ParsedCall(msgspec.Struct, frozen=True):
-    """One call. `arguments` is JSON."""
+    """`arguments` is JSON."""
 
     name: str
     arguments: str
@@ -32,7 +32,7 @@ class ParsedCall(msgspec.Struct, frozen=True):
 
 
 class ParsedCalls(msgspec.Struct, frozen=True):
-    """The calls in a text, at least one, and the text before them."""
+    """At least one call, and the text before them."""
 
     calls: list[ParsedCall]
     content: str = ""
@@ -53,10 +53,7 @@ def parse_hermes(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def _hermes_call(text: str) -> ParsedCall | None:
-    try:
-        value, end = _json_at(text, 0)
-    except ValueError:
-        return None
+    value, end = _json_at(text, 0)
     if end != len(text) or not isinstance(value, dict) or "arguments" not in value:
         return None
     return _valid_call(value.get("name"), value["arguments"])
@@ -72,8 +69,7 @@ _NULLS = ("null", "none")
 
 
 def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
-    """Qwen 3 Coder:
-    `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """Qwen 3 Coder: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...`."""
     first = _FUNCTION.search(text)
     if first is None:
         return None
@@ -86,8 +82,7 @@ def parse_functions(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def parse_keys(text: str, tools: Tools) -> ParsedCalls | None:
-    """GLM 4.5:
-    `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """GLM 4.5: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     if _TAG not in text:
         return None
     calls = []
@@ -117,7 +112,7 @@ def _parameters_of(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _tagged_value(text: str, schema: Any) -> Any:
-    """Returns `text` without one line break at each end, converted to the type in `schema`."""
+    """`text` without one line break at each end, converted to the type in `schema`."""
     text = text.removeprefix("\n").removesuffix("\n")
     kinds = schema.get("type") if isinstance(schema, dict) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -147,9 +142,8 @@ def parse_mistral(text: str, tools: Tools) -> ParsedCalls | None:
 
 
 def _mistral_list(part: str) -> list[ParsedCall | None]:
-    try:
-        values, _ = _json_at(part.lstrip(), 0)
-    except ValueError:
+    values, end = _json_at(part.lstrip(), 0)
+    if not end:
         return [None]
     return [
         _valid_call(value.get("name"), value.get("arguments")) if isinstance(value, dict) else None
@@ -162,11 +156,8 @@ def _mistral_call(part: str) -> ParsedCall | None:
     if start < 0:
         return None
     name = part[:start].removesuffix("[ARGS]").partition("[CALL_ID]")[0].strip()
-    try:
-        arguments, _ = _json_at(part, start)
-    except ValueError:
-        return None
-    return _valid_call(name, arguments)
+    arguments, end = _json_at(part, start)
+    return _valid_call(name, arguments) if end else None
 
 
 _MOST_PYTHON_CHARACTERS = 200_000
@@ -201,9 +192,8 @@ def parse_llama(text: str, tools: Tools) -> ParsedCalls | None:
     calls: list[ParsedCall | None] = []
     at = text.find("{")
     while at >= 0:
-        try:
-            value, end = _json_at(text, at)
-        except ValueError:
+        value, end = _json_at(text, at)
+        if not end:
             return None
         calls.append(_llama_call(value))
         at = text.find("{", end)
@@ -224,17 +214,17 @@ def _valid_call(name: Any, arguments: Any) -> ParsedCall | None:
 
 
 def _all_calls(calls: list[ParsedCall | None], content: str = "") -> ParsedCalls | None:
-    """Returns all of `calls`; None if there are none or one of them is invalid."""
+    """None if there are none or one of them is invalid."""
     valid = [call for call in calls if call is not None]
     return ParsedCalls(valid, content) if valid and len(valid) == len(calls) else None
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at `start`, and its end."""
+    """The JSON value that begins at `start`, and its end; (None, 0) if there is none."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    except (ValueError, RecursionError):
+        return None, 0
 
 
 FORMATS: dict[str, Parse] = {
@@ -273,7 +263,7 @@ _CALL = {
 
 
 def detect_format(write: Write) -> str | None:
-    """Returns the name in FORMATS of the format in which `write` writes calls, or None."""
+    """The name in FORMATS of the format in which `write` writes calls, or None."""
     answer = write([_QUESTION, {"role": "assistant", "content": _ANSWER}], [_TOOL])
     calling = write(
         [_QUESTION, {"role": "assistant", "content": None, "tool_calls": [_CALL]}], [_TOOL]

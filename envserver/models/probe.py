@@ -2,14 +2,14 @@
 
 The modes, from the best:
 
-    tokens        vLLM with --enable-scale-out: messages are rendered to ids, ids are continued, ids
-                  are parsed to a message, each by a request of its own
+    tokens        vLLM with --enable-scale-out: messages are rendered to ids, ids are continued,
+                  and ids are parsed to a message, each by a request of its own
     completions   /v1/completions continues token ids and gives ids back
     chat          chat calls give the ids of the prompt and of the answer, and take none
     opaque        no ids: text only
 
-What always holds: a mode is chosen only if its requests gave what a chat call gave, token by token;
-for every better mode a sentence says why it was not chosen.
+Invariants: a mode is chosen only if its requests gave what a chat call gave, token by token; for
+every better mode a sentence says why it was not chosen.
 """
 
 from __future__ import annotations
@@ -59,20 +59,16 @@ Token = tuple[str, tuple[int, ...]]
 
 
 class NotSupported(Exception):
-    """The engine lacks an ability; the text is a sentence that says why."""
+    """The text is a sentence that says why."""
 
 
 class TopToken(msgspec.Struct, frozen=True):
-    """One of the likeliest tokens at a place."""
-
     logprob: float
     token: str = ""
     bytes: list[int] | None = None
 
 
 class ScoredToken(msgspec.Struct, frozen=True):
-    """A sampled token's logprob, and the likeliest tokens at its place."""
-
     logprob: float
     top_logprobs: list[TopToken] | None = None
 
@@ -84,15 +80,13 @@ class Logprobs(msgspec.Struct, frozen=True):
     token_logprobs: list[float | None] | None = None
 
     def values(self) -> list[float]:
-        """Returns one number for each token, without nulls."""
+        """One number for each token, without nulls."""
         if self.content is not None:
             return [scored.logprob for scored in self.content]
         return [logprob for logprob in self.token_logprobs or () if logprob is not None]
 
 
 class ProbeMessage(msgspec.Struct, frozen=True):
-    """An assistant message, parsed by the engine."""
-
     content: Any = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -120,17 +114,17 @@ class ProbeChoice(msgspec.Struct, frozen=True):
     routed_experts: str | None = None
 
     def scores(self) -> list[float]:
-        """Returns the sampled tokens' logprobs; [] if they do not have vLLM's form."""
+        """The sampled tokens' logprobs; [] if they do not have vLLM's form."""
         return self._logprobs().values()
 
     def lacks(self) -> list[str]:
-        """Returns what is missing for an exact record."""
+        """What is missing for an exact record."""
         if not self.token_ids:
             return ["token_ids"]
         return [] if len(self.scores()) == len(self.token_ids) else ["a logprob for each token"]
 
     def first_place(self) -> dict[Token, float]:
-        """Returns the logprobs of the likeliest first tokens, by text.
+        """The logprobs of the likeliest first tokens, by text.
 
         Texts that occur twice are left out: parts of a character may all decode to nothing.
         """
@@ -154,8 +148,6 @@ class ProbeAnswer(msgspec.Struct, frozen=True):
 
 
 class ProbeClient:
-    """Sends one probe's requests, all to one replica."""
-
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self.model = model
@@ -166,7 +158,7 @@ class ProbeClient:
         request = EngineRequest(path, {"model": self.model, **body}, "probe", _SECONDS)
         for left in reversed(range(self._tries)):
             try:
-                with _told_if_slow(path):
+                with _logs_if_slow(path):
                     return await self._engine.post(request)
             except (EngineUnavailable, EngineGarbage):
                 if not left:
@@ -182,7 +174,7 @@ class ProbeClient:
             raise NotSupported(f"{path} {refusal(error)}") from None
 
     async def get(self, path: str) -> dict[str, Any] | None:
-        """Returns the answer to a GET, or None if the engine has none."""
+        """None if the engine has no answer."""
         try:
             return await self._engine.get(path)
         except EngineError as error:
@@ -209,7 +201,7 @@ def _raise_if_down(error: EngineError) -> None:
 
 
 def refusal(error: EngineError) -> str:
-    """Returns what the engine did, with its message, as the end of a sentence."""
+    """What the engine did, with its message, as the end of a sentence."""
     status = error.detail.get("status")
     words = error.message.removeprefix(f"The engine refused the request (HTTP {status}): ")
     verb = f"is refused (HTTP {status})" if isinstance(error, EngineRefused) else "fails"
@@ -222,8 +214,7 @@ def sentence(words: str) -> str:
 
 
 def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
-    """Reads the parts of an answer that the probe needs; NotSupported unless they have vLLM's
-    form."""
+    """Raises NotSupported unless the parts that the probe needs have vLLM's form."""
     found = convert(answer, ProbeAnswer, path)
     if not found.choices:
         raise NotSupported(f"{path} answers without a choice.")
@@ -238,26 +229,23 @@ def convert(value: Any, kind: type[T], path: str) -> T:
 
 
 def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
-    """Returns whether two complete greedy answers to one prompt agree, up to a tie of two
-    tokens."""
+    """Whether two complete greedy answers to one prompt agree, up to a tie of two tokens."""
     pairs = zip(ours.token_ids or (), theirs.token_ids or (), strict=False)
-    for (our, their), one, other in zip(pairs, ours.scores(), theirs.scores(), strict=False):
+    for (our, their), a, b in zip(pairs, ours.scores(), theirs.scores(), strict=False):
         if our != their:
-            return abs(one - other) < _TIE and min(one, other) <= _HALF
+            return abs(a - b) < _TIE and min(a, b) <= _HALF
     return True
 
 
 def same_scores(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
-    """Returns whether one model can have given two greedy answers: the same tokens, up to a tie,
-    with logprobs that differ by rounding only.
-    """
-    pairs = zip(ours.scores(), theirs.scores(), strict=False)
-    away = [abs(one - other) for one, other in pairs]
+    """Whether one model can have given two greedy answers: the same tokens, up to a tie, with
+    logprobs that differ by rounding only."""
+    away = [abs(a - b) for a, b in zip(ours.scores(), theirs.scores(), strict=False)]
     return same_tokens(ours, theirs) and sum(away) <= _ROUNDING * len(away)
 
 
 @contextmanager
-def _told_if_slow(path: str) -> Iterator[None]:
+def _logs_if_slow(path: str) -> Iterator[None]:
     """Logs once that an engine is slow to answer, as one that compiles or loads weights."""
     facts = {"path": path, "seconds": _TELL_SECONDS, "at_most": _SECONDS}
     timer = asyncio.get_running_loop().call_later(
@@ -322,15 +310,12 @@ class ChatProbe(msgspec.Struct, frozen=True):
 
 
 class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of trying mode tokens; the fields are those of ProbeResult."""
-
     has_parser: bool = False
     reasoning_parser: bool = False
     weight_versions: bool = False
 
 
 async def ask_chat(ask: ProbeClient, *, exact: bool) -> ChatProbe:
-    """Makes a plain chat call, with ids if `exact` and the engine gives them."""
     inexact = "" if exact else "Token ids were not asked for."
     forms = [_EXACT_WITH_TOP, _EXACT] if exact else []
     for body in (*forms, _PLAIN, _BARE):
@@ -413,17 +398,17 @@ def _advised(no: NotSupported, flags: str) -> str:
 
 
 async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
-    """Returns whether a parser is configured, and whether it was seen to find reasoning."""
+    """Whether a parser is configured, and whether it was seen to find reasoning."""
     ids = chat.choice.token_ids or []
     ended = chat.choice.finish_reason == "stop"
     has_parser = has_reasoning = False
     # /derender shows the end token as text, chat does not; empty ids are refused.
     spoken = ids[:-1] if ended and len(ids) > 1 else ids
     try:
-        message, *_ = await _derender(ask, [spoken], None)
+        message = await _derender(ask, spoken, None)
     except NotSupported:
         # A configured parser needs the request.
-        message, *_ = await _derender(ask, [spoken], chat.body)
+        message = await _derender(ask, spoken, chat.body)
         has_parser, has_reasoning = True, await _finds_reasoning(ask, chat)
     only_end = ended and len(ids) == 1
     if not only_end and not message.same(chat.choice.message or ProbeMessage()):
@@ -432,29 +417,25 @@ async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
 
 
 async def _finds_reasoning(ask: ProbeClient, chat: ChatProbe) -> bool:
-    """Returns whether the engine separates reasoning, also if its template's default is none."""
+    """Whether the engine separates reasoning, also if its template's default is none."""
     rendered = await _scale_out(ask, RENDER, {**chat.body, "messages": _THINKING})
     thought_ids = convert(rendered.get("token_ids"), list[int], RENDER)
     request = {**chat.body, "chat_template_kwargs": _THINKS}
-    (message,) = await _derender(ask, [thought_ids], request)
-    return message.has_reasoning
+    return (await _derender(ask, thought_ids, request)).has_reasoning
 
 
 async def _derender(
-    ask: ProbeClient, answers: list[list[int]], request: dict[str, Any] | None
-) -> list[ProbeMessage]:
-    choices = [
-        {"index": index, "finish_reason": "stop", "token_ids": ids}
-        for index, ids in enumerate(answers)
-    ]
-    body: dict[str, Any] = {"generate_response": {"request_id": "probe", "choices": choices}}
+    ask: ProbeClient, ids: list[int], request: dict[str, Any] | None
+) -> ProbeMessage:
+    choice = {"index": 0, "finish_reason": "stop", "token_ids": ids}
+    body: dict[str, Any] = {"generate_response": {"request_id": "probe", "choices": [choice]}}
     if request is not None:
         body["chat_request"] = {"model": ask.model, **request}
     answer = read(await _scale_out(ask, DERENDER, body), DERENDER)
     messages = [choice.message for choice in answer.choices if choice.message is not None]
-    if len(messages) != len(answers):
-        raise NotSupported(f"{DERENDER} gives {len(messages)} messages for {len(answers)} answers.")
-    return messages
+    if len(messages) != 1:
+        raise NotSupported(f"{DERENDER} gives {len(messages)} messages for 1 answers.")
+    return messages[0]
 
 
 async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
@@ -467,7 +448,7 @@ async def try_tools(ask: ProbeClient, chat: ChatProbe) -> ProbeAnswer:
 
 
 async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
-    """Returns whether logprobs are the model's own or change with the temperature."""
+    """Whether logprobs are the model's own or change with the temperature."""
     if chat.inexact or chat.body is not _EXACT_WITH_TOP:
         return "unknown"
     try:
@@ -488,7 +469,6 @@ async def logprobs_kind(ask: ProbeClient, chat: ChatProbe) -> LogprobsKind:
 EngineMode = Literal["tokens", "completions", "chat", "opaque"]
 
 _BETTER: tuple[EngineMode, ...] = ("tokens", "completions", "chat")
-"""Modes better than opaque, best first."""
 _NOT_PAUSABLE = (
     "It has no /is_paused. If nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
 )
@@ -507,7 +487,6 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         mode: the best possible mode, or the one that was requested.
-        model: the name that it serves.
         server: its name and version, such as "vllm 0.32.0"; "" if unknown.
         max_model_len: maximum tokens of prompt and answer together.
         root: the folder or name from which the model was loaded, as the engine reports it; for an
@@ -521,8 +500,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: the model's own (raw), after temperature and the like (processed), or unknown.
         pausable: whether sampling can be paused while weights change.
         metrics: whether it serves /metrics.
-        reasons: for each better mode and each missing ability, by field name, why it is missing
-            and what to do.
+        reasons: for each better mode and each missing ability, by field name, why it is missing and
+            what to do.
         echoes: conversations with which our rendering can be compared.
         chat: its answer to the first of them; None: it was not kept.
     """
@@ -547,7 +526,7 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeResult:
-    """Probes an engine with a dozen tiny requests, each of at most 300 s and `--openai.timeout`.
+    """Each request takes at most 300 s and `--openai.timeout`.
 
     `wanted`: the mode to use; auto: the best possible.
     """
@@ -591,14 +570,19 @@ async def probe(engine: Engine, *, wanted: Mode = "auto", model: str) -> ProbeRe
 async def _best(
     ask: ProbeClient, chat: ChatProbe, wanted: Mode
 ) -> tuple[EngineMode, TokensMode, dict[str, str]]:
-    """Returns the mode, the result of trying it, and why better ones are not possible."""
+    """The mode, the result of trying it, and why better ones are not possible."""
     reasons: dict[str, str] = {}
     for mode in _BETTER:
         if wanted not in ("auto", mode):
             reasons[mode] = f"Not tried: openai.mode is {wanted}."
             continue
         try:
-            return mode, await _tried(ask, chat, mode), reasons
+            if mode == "tokens":
+                return mode, await try_tokens(ask, chat), reasons
+            if mode == "completions":
+                await try_completions(ask, chat)
+            chat.prompt_ids()
+            return mode, TokensMode(), reasons
         except NotSupported as no:
             reasons[mode] = str(no)
             if wanted == mode:
@@ -607,15 +591,6 @@ async def _best(
                     hint="openai.mode auto uses the best possible mode.",
                 ) from None
     return "opaque", TokensMode(), reasons
-
-
-async def _tried(ask: ProbeClient, chat: ChatProbe, mode: EngineMode) -> TokensMode:
-    if mode == "tokens":
-        return await try_tokens(ask, chat)
-    if mode == "completions":
-        await try_completions(ask, chat)
-    chat.prompt_ids()
-    return TokensMode()
 
 
 def _echo(answer: ProbeAnswer, tools: list[dict[str, Any]]) -> list[Echo]:
@@ -637,7 +612,7 @@ class _Cards(msgspec.Struct):
 
 
 async def _card(ask: ProbeClient) -> _Card:
-    """Returns the engine's entry for the model, with its base model's root for an adapter."""
+    """The engine's entry for the model, with its base model's root for an adapter."""
     try:
         cards = convert(await ask.get("/v1/models") or {}, _Cards, "/v1/models").data
     except NotSupported:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -29,152 +29,6 @@ _FAILURES = 5
 """Failures among the last calls, within the window, that open it."""
 _ASIDE = Backoff(first_seconds=0.5, max_seconds=30.0)
 
-
-class Breaker:
-    """The circuit breaker of one replica. Times are those of `clock`, in seconds.
-
-    Closed: calls go there. Open: none do, because it refused a connection, missed a health check,
-    or failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
-    breaker, a failure opens it for twice as long. Results of calls that began before it opened are
-    ignored. A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.reason = ""
-        self._clock = clock
-        self._failed_at: deque[float | None] = deque(maxlen=_RECENT)
-        self._opened_at: float | None = None
-        self._until = 0.0
-        self._openings = 0
-        self._unwell = False
-        self._by_calls = False
-        self._trying = 0
-
-    @property
-    def state(self) -> State:
-        if self._opened_at is None:
-            return "closed"
-        return "open" if self._unwell or self._clock() < self._until else "half_open"
-
-    @property
-    def allows(self) -> bool:
-        state = self.state
-        return state == "closed" or (state == "half_open" and not self._trying)
-
-    @property
-    def until(self) -> float:
-        return self._until
-
-    def begin(self) -> bool:
-        """Registers a call; returns whether it is a test call, for `end`."""
-        tries = self._opened_at is not None
-        self._trying += tries
-        return tries
-
-    def end(self, tries: bool) -> None:
-        self._trying -= tries
-
-    def succeeded(self, begun_at: float) -> None:
-        if self._opened_at is None:
-            self._failed_at.append(None)
-        elif begun_at >= self._opened_at:
-            self._close()
-
-    def failed(self, begun_at: float, reason: str) -> None:
-        if self._opened_at is None:
-            self._failed_at.append(self._clock())
-            if self._recent_failures() >= _FAILURES:
-                self._open(reason, by_calls=True)
-        elif begun_at >= self._opened_at and self.state == "half_open":
-            self._open(reason, by_calls=True)
-
-    def refused(self, reason: str) -> None:
-        if self.state != "open":
-            self._open(reason, by_calls=False)
-
-    def checked(self, well: bool, reason: str = "") -> None:
-        """Registers a health check. A healthy result closes the breaker unless calls opened it."""
-        self._unwell = not well
-        if self._opened_at is None:
-            if not well:
-                self._open(reason, by_calls=False)
-        elif well and not self._by_calls:
-            self._close()
-
-    def _open(self, reason: str, *, by_calls: bool) -> None:
-        self._openings += 1
-        self._opened_at = self._clock()
-        self._until = self._opened_at + _ASIDE.seconds(self._openings)
-        self._by_calls = by_calls
-        self.reason = reason
-
-    def _close(self) -> None:
-        self._opened_at = None
-        self._openings = 0
-        self._unwell = self._by_calls = False
-        self._failed_at.clear()
-
-    def _recent_failures(self) -> int:
-        since = self._clock() - _WINDOW_SECONDS
-        return sum(at is not None and at >= since for at in self._failed_at)
-
-
-class Slots:
-    """`limit` slots, taken with `async with`, first come, first served.
-
-    After a lower limit was set, `used` may exceed it for a time.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def rounds(self) -> int:
-        """Number of full releases of all slots before a call that arrives now gets one."""
-        return (self.used + len(self._waiting)) // self.limit
-
-    def resize(self, limit: int) -> None:
-        """Changes the limit; calls that have a slot keep it."""
-        self.limit = limit
-        self._hand_out()
-
-    async def __aenter__(self) -> None:
-        if not self.rounds:
-            self.used += 1
-            return
-        place = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
-        try:
-            await place
-        except asyncio.CancelledError:
-            if place in self._waiting:
-                self._waiting.remove(place)
-            elif not place.cancelled():
-                await self.__aexit__()
-            raise
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.used -= 1
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        while self._waiting and self.used < self.limit:
-            place = self._waiting.popleft()
-            if not place.done():
-                self.used += 1
-                place.set_result(None)
-
-
-# A call that waits inside an engine holds memory there and may be preempted and repeated; a call
-# that waits here may still go to another replica. So the limit grows by a step while the engine
-# works on all its calls and more want to go there, and shrinks by a share when calls wait in the
-# engine or are preempted (additive increase, multiplicative decrease).
 
 FLOOR = 4
 """Minimum limit, so that the engine keeps reporting its load."""
@@ -212,8 +66,7 @@ class Load(msgspec.Struct, frozen=True):
 def read_load(text: str) -> Load | None:
     """Reads vLLM's or SGLang's load from Prometheus text; None if it is missing.
 
-    A regular expression instead of a full parser, since only a few of some hundred lines matter and
-    they are read every second.
+    Only a few of some hundred lines matter and they are read every second: no full parser.
     """
     found: dict[str, list[float]] = {}
     for name, value in _LINE.findall(text):
@@ -239,38 +92,84 @@ def _first(found: dict[str, list[float]], names: tuple[str, ...]) -> list[float]
     return next((found[name] for name in names if name in found), [])
 
 
-class AdaptiveLimit:
-    """The limit of one replica: from min(FLOOR, most) to `most`, where it starts."""
+# A call that waits inside an engine holds memory there and may be preempted and repeated; a call
+# that waits here may still go to another replica. So the limit grows by a step while the engine
+# works on all its calls and more want to go there, and shrinks by a share when calls wait in the
+# engine or are preempted (additive increase, multiplicative decrease).
+
+
+class Slots:
+    """The slots of one replica, taken with `async with`, first come, first served.
+
+    Their number is from min(FLOOR, most) to `most`, where it begins. After it was lowered, `used`
+    may exceed it for a time.
+    """
 
     def __init__(self, most: int) -> None:
         self.limit = most
+        self.used = 0
         self._most = most
-        self._floor = min(FLOOR, most)
-        self._step = max(1, most // 64)
+        self._waiting: deque[asyncio.Future[None]] = deque()
         self._queued_polls = 0
         self._preempted: float | None = None
 
-    def observe(self, load: Load, in_flight: int) -> int:
-        """Updates and returns the limit, given the load and our calls in flight at one poll."""
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def rounds(self) -> int:
+        """Number of full releases of all slots before a call that arrives now gets one."""
+        return (self.used + len(self._waiting)) // self.limit
+
+    def observe(self, load: Load | None) -> None:
+        """Adapts the limit to the engine's load; None: it reports none."""
+        if load is None:
+            self._queued_polls, self._preempted = 0, None
+            self.resize(self._most)
+            return
         preempted = self._preempted is not None and load.preempted > self._preempted
         self._preempted = load.preempted
         self._queued_polls = self._queued_polls + 1 if load.waiting else 0
         if preempted or self._queued_polls >= _QUEUED_POLLS:
             # Calls in flight are never stopped: wait until the last step has taken effect. If
-            # hardly any
-            # calls are ours, other clients cause the queue.
-            if self._floor <= in_flight <= self.limit:
-                crowd = max(in_flight, self.limit // 2)
-                self.limit = max(self._floor, int(_SHRINK * crowd))
+            # hardly any calls are ours, other clients cause the queue.
+            floor = min(FLOOR, self._most)
+            if floor <= self.used <= self.limit:
                 self._queued_polls = 0
-        elif not load.waiting and in_flight >= self.limit and load.cache < _FULL:
-            self.limit = min(self._most, self.limit + self._step)
-        return self.limit
+                self.resize(max(floor, int(_SHRINK * max(self.used, self.limit // 2))))
+        elif not load.waiting and self.used >= self.limit and load.cache < _FULL:
+            self.resize(min(self._most, self.limit + max(1, self._most // 64)))
 
-    def forget(self) -> int:
-        """Resets the limit, for an engine that reports no load."""
-        self.limit, self._queued_polls, self._preempted = self._most, 0, None
-        return self.limit
+    def resize(self, limit: int) -> None:
+        self.limit = limit
+        self._hand_out()
+
+    async def __aenter__(self) -> None:
+        if not self.rounds:
+            self.used += 1
+            return
+        place = asyncio.get_running_loop().create_future()
+        self._waiting.append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if place in self._waiting:
+                self._waiting.remove(place)
+            elif not place.cancelled():
+                await self.__aexit__()
+            raise
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.used -= 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._waiting and self.used < self.limit:
+            place = self._waiting.popleft()
+            if not place.done():
+                self.used += 1
+                place.set_result(None)
 
 
 _FAIR_SECONDS = 5.0
@@ -303,14 +202,18 @@ class Registration(msgspec.Struct, kw_only=True):
 
 
 class Replica:
-    """One address of an engine.
+    """One address of an engine, with its circuit breaker. Times are those of `clock`, in seconds.
+
+    Closed: calls go there. Open: none do, because it refused a connection, missed a health check,
+    or failed half of its recent calls. Half-open: one call at a time tests it; a success closes the
+    breaker, a failure opens it for twice as long. Results of calls that began before it opened are
+    ignored. A request that is itself at fault (HTTP 4xx) counts as a success: the replica answered.
 
     Args:
         url: without `/v1`, a slash at its end, or credentials.
         heard_at: when it last answered a call or sent a part of a stream.
         suspected: set when its health should be checked now.
         seconds: of answered calls, to the first part of a stream.
-        errors: number of failed calls.
         admitted: whether it was found to be the same engine as the others; `refusal` says why not.
         is_refused: whether it is another engine; else it is not checked yet, or did not answer.
         version: the policy version reported for this replica, if any.
@@ -318,9 +221,6 @@ class Replica:
         is_sure: whether `version` is still true: not after its process has gone away.
         tells: whether its heartbeats report its version, so that a doubt does not last.
         paused: it gets no calls; draining: it gets no new rollouts.
-        rollouts: number of rollouts whose calls go here.
-        expires_at: when its registration ends, in seconds since 1970; None: never.
-        gets_key: whether it gets the engines' key.
         on_lost: called when it accepts no connection.
         generation: of the connections over which its engine was last confirmed to be the same.
         served: the models and fingerprints of its answers, by the requested model.
@@ -330,7 +230,7 @@ class Replica:
         self,
         url: str,
         max_in_flight: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
         origin: Origin = "setting",
     ) -> None:
         self.url = url
@@ -345,6 +245,7 @@ class Replica:
         self.losses = 0
         self.paused = self.draining = False
         self.rollouts = 0
+        self.ttl_seconds: float | None = None
         self.expires_at: float | None = None
         self.gets_key = True
         self.on_lost: Callable[[], None] | None = None
@@ -356,51 +257,53 @@ class Replica:
         self.seconds = Distribution(SECONDS)
         self.errors = 0
         self.clock = clock
-        self._breaker = Breaker(clock)
-        self._limit = AdaptiveLimit(max_in_flight)
+        self.reason = ""
         self._requests: set[ReplicaRequest] = set()
-        self._busy_until = float("-inf")
+        self._busy_until = self._aside_until = float("-inf")
+        self._failed_at: deque[float | None] = deque(maxlen=_RECENT)
+        self._opened_at: float | None = None
+        self._openings = 0
+        self._unwell = self._by_calls = False
+        self._trying = 0
 
     @property
     def state(self) -> State:
-        return self._breaker.state
+        if self._opened_at is None:
+            return "closed"
+        return "open" if self._unwell or self.clock() < self._aside_until else "half_open"
 
     @property
     def usable(self) -> bool:
-        return self._breaker.allows and self.clock() >= self._busy_until
+        state = self.state
+        allows = state == "closed" or (state == "half_open" and not self._trying)
+        return allows and self.clock() >= self._busy_until
 
     @property
     def aside_until(self) -> float:
-        return max(self._breaker.until, self._busy_until)
-
-    @property
-    def reason(self) -> str:
-        return "" if self.state == "closed" else self._breaker.reason
+        return max(self._aside_until, self._busy_until)
 
     def request(self) -> ReplicaRequest:
-        """Context of a request to this replica, which reports its result to the ReplicaRequest."""
         return ReplicaRequest(self)
 
     def begin(self, request: ReplicaRequest) -> bool:
-        """Registers a request; returns whether it tests a replica that was set aside."""
+        """Returns whether the request is a test of an open breaker, for `end`."""
         self._requests.add(request)
-        return self._breaker.begin()
+        tries = self._opened_at is not None
+        self._trying += tries
+        return tries
 
     def end(self, request: ReplicaRequest, *, tries: bool) -> None:
         self._requests.discard(request)
-        self._breaker.end(tries)
+        self._trying -= tries
 
     def checked(self, well: bool, reason: str = "") -> None:
-        """Registers a health check; an unhealthy replica gets no calls."""
-        with self._noted():
-            self._breaker.checked(well, reason)
-
-    def measured(self, load: Load | None) -> None:
-        """Adapts the limit to the reported load; None: it reports none."""
-        if load is None:
-            self.slots.resize(self._limit.forget())
-        else:
-            self.slots.resize(self._limit.observe(load, self.slots.used))
+        """Registers a health check. A healthy result closes the breaker unless calls opened it."""
+        self._unwell = not well
+        if self._opened_at is None:
+            if not well:
+                self._open(reason, by_calls=False)
+        elif well and not self._by_calls:
+            self._close()
 
     def give_up_requests(self, *, sent: bool = True) -> None:
         """Stops unanswered requests, to be sent elsewhere; `sent`: also those at the engine."""
@@ -414,18 +317,26 @@ class Replica:
 
     def answered(self, begun_at: float) -> None:
         self.heard()
-        with self._noted():
-            self._breaker.succeeded(begun_at)
+        if self._opened_at is None:
+            self._failed_at.append(None)
+        elif begun_at >= self._opened_at:
+            self._close()
 
     def failed(self, begun_at: float, reason: str) -> None:
         self.suspected.set()
-        with self._noted():
-            self._breaker.failed(begun_at, reason)
+        if self._opened_at is None:
+            now = self.clock()
+            self._failed_at.append(now)
+            since = now - _WINDOW_SECONDS
+            if sum(at is not None and at >= since for at in self._failed_at) >= _FAILURES:
+                self._open(reason, by_calls=True)
+        elif begun_at >= self._opened_at and self.state == "half_open":
+            self._open(reason, by_calls=True)
 
     def refused(self, reason: str) -> None:
         self.suspected.set()
-        with self._noted():
-            self._breaker.refused(reason)
+        if self.state != "open":
+            self._open(reason, by_calls=False)
         self.lost()
 
     def lost(self) -> None:
@@ -439,21 +350,29 @@ class Replica:
     def busy(self, seconds: float) -> None:
         self._busy_until = max(self._busy_until, self.clock() + seconds)
 
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        before = self.state
-        yield
-        if before == "closed" and self.state != "closed":
-            _log.warning("engine_replica_set_aside", base_url=self.url, reason=self.reason)
-        if before != "closed" and self.state == "closed":
-            _log.info("engine_replica_is_back", base_url=self.url)
+    def _open(self, reason: str, *, by_calls: bool) -> None:
+        if self._opened_at is None:
+            _log.warning("engine_replica_set_aside", base_url=self.url, reason=reason)
+        self._openings += 1
+        self._opened_at = self.clock()
+        self._aside_until = self._opened_at + _ASIDE.seconds(self._openings)
+        self._by_calls = by_calls
+        self.reason = reason
+
+    def _close(self) -> None:
+        _log.info("engine_replica_is_back", base_url=self.url)
+        self._opened_at = None
+        self._openings = 0
+        self._unwell = self._by_calls = False
+        self._failed_at.clear()
+        self.reason = ""
 
 
 class ReplicaRequest:
     """One request at a replica, until its answer (or the first chunk of a stream) arrives.
 
-    A context manager. Only calls take slots and count for the breaker: even an engine that cannot
-    sample answers requests for its health and models.
+    Only calls take slots and count for the breaker: even an engine that cannot sample answers
+    requests for its health and models.
 
     Args:
         sent_at: when it got a slot and was sent; None before.
@@ -491,7 +410,7 @@ class ReplicaRequest:
         self.sent_at = self.replica.clock()
 
     def answered(self) -> None:
-        """Registers an answer, which may be a refusal of the request."""
+        """The answer may be a refusal of the request."""
         if self.sent_at is not None:
             self.replica.seconds.add(self.replica.clock() - self.sent_at)
             self.replica.answered(self.begun_at)
@@ -507,8 +426,7 @@ class ReplicaRequest:
         self.replica.refused(reason)
 
     def timed_out(self) -> None:
-        """Registers a timeout: a failure only if the replica showed no sign of life since it was
-        sent."""
+        """A failure only if the replica showed no sign of life since the request was sent."""
         if self.sent_at is None:
             return
         waited = self.replica.clock() - self.sent_at
@@ -517,5 +435,5 @@ class ReplicaRequest:
 
 
 def replica_id(url: str) -> str:
-    """Returns the id of the replica at `url`, the same in every process."""
+    """The same in every process."""
     return f"e-{hashlib.blake2b(url.encode(), digest_size=6).hexdigest()}"

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import Final, Literal, TypeVar
 
@@ -28,15 +28,18 @@ Standing = Literal[
     "used", "checking", "unreachable", "refused", "old", "paused", "draining", "drained"
 ]
 
+T = TypeVar("T")
+
+_MAX_PAUSE_SECONDS = 5.0
+_PATIENCE = 0.9
+"""Share of a call's time for which it waits until some replica may have it. It fails before its
+rollout's time is over, so that the lack of an engine is not taken for the model's slowness."""
 _SAMPLING_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 
 
 class SampledVersions:
-    """The policy versions that the sampling replica had at the start and at the end of a call.
-
-    A context manager: they are those of the replica that samples within the block. Both None: it
-    has the versions that are published for all engines.
-    """
+    """The policy versions that the sampling replica had at the start and at the end of a call
+    within the block. Both None: it has the versions that are published for all engines."""
 
     __slots__ = ("_token", "first", "last")
 
@@ -57,16 +60,17 @@ _noted: ContextVar[SampledVersions | None] = ContextVar("envserver_sampled_versi
 
 
 def versions_noted(path: str) -> SampledVersions | None:
-    """Returns where to note the versions of the replica that a call to `path` is sent to, if
-    anywhere."""
+    """Where to note the versions of the replica that a call to `path` is sent to, if anywhere."""
     return _noted.get() if path in _SAMPLING_PATHS else None
 
 
 class Replicas:
-    """The replicas of one engine.
+    """The replicas of one engine, which learn how each call went.
+
+    A call is tried on another replica at once, on the same one after a pause that doubles, with
+    jitter, and is never shorter than the engine asks for.
 
     Args:
-        routing: how the home of a new rollout is chosen.
         max_lag: policy versions that a replica may be behind the published one.
         version: returns the version that was published for all engines; -1: none.
     """
@@ -75,22 +79,24 @@ class Replicas:
         self,
         urls: Sequence[str],
         max_in_flight: int,
-        clock: Callable[[], float] = time.monotonic,
         *,
         routing: Routing = "prefix",
         max_lag: int = 0,
+        tries: int = 1,
+        pause_seconds: float = 0.0,
     ) -> None:
-        self.all = [Replica(url, max_in_flight, clock) for url in urls]
+        self.all = [Replica(url, max_in_flight) for url in urls]
         self.version: Callable[[], int] = lambda: -1
         self._max_in_flight = max_in_flight
-        self._clock = clock
         self._routing = routing
         self._max_lag = max_lag
+        self._tries = tries
+        self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
         self._homes: dict[str, Replica | None] = {}
         self._change = asyncio.Event()
 
     def add(self, url: str, origin: Origin) -> Replica:
-        replica = Replica(url, self._max_in_flight, self._clock, origin)
+        replica = Replica(url, self._max_in_flight, origin=origin)
         self.all.append(replica)
         return replica
 
@@ -101,7 +107,6 @@ class Replicas:
         self.changed()
 
     def changed(self) -> None:
-        """Wakes waiting calls after a replica has changed."""
         self._change.set()
         self._change = asyncio.Event()
 
@@ -110,20 +115,19 @@ class Replicas:
         await self._change.wait()
 
     def version_of(self, replica: Replica) -> int | None:
-        """Returns the policy version that `replica` serves, if known."""
         if replica.version is not None:
             return replica.version if replica.is_sure else None
         return self.version() if replica.follows else None
 
     def is_current(self, replica: Replica) -> bool:
-        """Returns whether its weights are new enough; all are before a version is published."""
+        """Whether its weights are new enough; all are before a version is published."""
         published, version = self.version(), self.version_of(replica)
         if version is None:
             return published < 0 and replica.version is None
         return version >= published - self._max_lag
 
     def standing(self, replica: Replica) -> tuple[Standing, str]:
-        """Returns how `replica` is used, and why it is not."""
+        """How `replica` is used, and why it is not."""
         if not replica.admitted:
             if replica.is_refused:
                 return "refused", replica.refusal
@@ -148,59 +152,55 @@ class Replicas:
     async def next(
         self, rollout_id: str, avoid: Collection[Replica], patience_until: float
     ) -> Replica:
-        """Picks the replica for `rollout_id`; waits for one until the loop's time
-        `patience_until`."""
-        if (found := self.pick(rollout_id, avoid)) is not None:
-            return found
-        try:
+        """Waits for a replica that may have the call until the loop's time `patience_until`."""
+        if (replica := self.pick(rollout_id, avoid)) is not None:
+            return replica
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(patience_until):
-                while (found := self.pick(rollout_id, avoid)) is None:
-                    if self._is_hopeless:
-                        break
+                while not self._is_hopeless:
                     await self._change.wait()
-        except TimeoutError:
-            found = None
-        if found is None:
-            hint = "Register one with POST /v1/engines, or tell the version that it has."
-            if self._is_hopeless:
-                hint = "Start the engine that the run began with, or begin another run."
-            raise EngineUnavailable(self.missing(), hint=hint)
-        return found
+                    if (replica := self.pick(rollout_id, avoid)) is not None:
+                        return replica
+        hint = "Register one with POST /v1/engines, or tell the version that it has."
+        if self._is_hopeless:
+            hint = "Start the engine that the run began with, or begin another run."
+        raise EngineUnavailable(self.missing(), hint=hint)
 
     @property
     def _is_hopeless(self) -> bool:
         """Whether all engines are of the settings, and others than they were."""
-        changed = [one.is_refused and one.origin == "setting" for one in self.all]
-        return bool(changed) and all(changed)
+        return bool(self.all) and all(
+            replica.is_refused and replica.origin == "setting" for replica in self.all
+        )
 
     def missing(self) -> str:
         if not self.all:
             return "No engine is known."
         standings = Counter(self.standing(replica)[0] for replica in self.all)
-        said = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
-        why = next((f": {one.refusal}" for one in self.all if one.is_refused), ".")
-        return f"No engine can be used: {said}{why}"
+        counts = ", ".join(f"{count} {standing}" for standing, count in sorted(standings.items()))
+        why = next((f": {replica.refusal}" for replica in self.all if replica.is_refused), ".")
+        return f"No engine can be used: {counts}{why}"
 
     def pick(self, rollout_id: str, avoid: Collection[Replica] = ()) -> Replica | None:
-        """Picks the replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
+        """The replica for `rollout_id`: usable, not in `avoid`, and its home if possible.
 
         A full replica loses its calls to less loaded ones, counted in multiples of its limit:
-        otherwise a slow replica would keep calls that it has no time for. None: no replica may
-        have the call.
+        otherwise a slow replica would keep calls that it has no time for. None: no replica may have
+        the call.
         """
         home = self._homes.get(rollout_id)
-        takers = [one for one in self.all if self._takes(one, is_home=one is home)]
+        takers = [each for each in self.all if self._takes(each, is_home=each is home)]
         if not takers:
             return None
         if home is None or home not in takers:
             home = self._settle(rollout_id, takers)
         if home.usable and not home.slots.rounds and home not in avoid:
             return home
-        ranked = [home, *(one for one in _ranked(rollout_id, takers) if one is not home)]
-        usable = [one for one in ranked if one.usable]
+        ranked = [home, *(each for each in _ranked(rollout_id, takers) if each is not home)]
+        usable = [replica for replica in ranked if replica.usable]
         if not usable:
-            return min(ranked, key=lambda one: (one in avoid, one.aside_until))
-        return min(usable, key=lambda one: (one in avoid, one.slots.rounds))
+            return min(ranked, key=lambda replica: (replica in avoid, replica.aside_until))
+        return min(usable, key=lambda replica: (replica in avoid, replica.slots.rounds))
 
     def begun(self, rollout_id: str) -> None:
         """Registers a rollout, which has a home until it ends. Other calls are routed by a hash."""
@@ -218,7 +218,8 @@ class Replicas:
 
     def other_usable(self, avoid: Collection[Replica]) -> bool:
         return any(
-            one.usable and self._takes(one, is_home=False) and one not in avoid for one in self.all
+            replica.usable and self._takes(replica, is_home=False) and replica not in avoid
+            for replica in self.all
         )
 
     def _takes(self, replica: Replica, *, is_home: bool) -> bool:
@@ -231,55 +232,15 @@ class Replicas:
 
     def _settle(self, rollout_id: str, takers: list[Replica]) -> Replica:
         ranked = _ranked(rollout_id, takers)
-        if self._routing == "prefix":
-            home = min(ranked, key=lambda one: not one.usable)
-        else:
-            home = min(ranked, key=_load)
+        load = _load if self._routing == "least" else (lambda replica: not replica.usable)
+        home = min(ranked, key=load)
         if rollout_id in self._homes:
             self.ended(rollout_id)
             self._homes[rollout_id] = home
             home.rollouts += 1
         return home
 
-
-def _ranked(rollout_id: str, replicas: Sequence[Replica]) -> list[Replica]:
-    return sorted(replicas, key=lambda replica: _weight(rollout_id, replica.url))
-
-
-def _load(replica: Replica) -> tuple[bool, float, float]:
-    """Returns the load of a replica: its calls and its rollouts, as shares of its limit."""
-    slots = replica.slots
-    calls = slots.used + slots.waiting
-    return (not replica.usable, calls / slots.limit, replica.rollouts / slots.limit)
-
-
-def _weight(rollout_id: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()
-
-
-T = TypeVar("T")
-
-_MAX_PAUSE_SECONDS = 5.0
-_PATIENCE = 0.9
-"""Share of a call's time for which it waits until some replica may have it. It fails before its
-rollout's time is over, so that the lack of an engine is not taken for the model's slowness."""
-
-
-class Retrying:
-    """Sends calls to `replicas`, which learn how each try went.
-
-    Another replica is tried at once, the same one after a pause that doubles, with jitter, and is
-    never shorter than the engine asks for.
-
-    Args:
-        tries: requests sent for one call, over all replicas.
-        pause_seconds: before the first repetition on the same replica.
-    """
-
-    def __init__(self, replicas: Replicas, *, tries: int, pause_seconds: float) -> None:
-        self._replicas = replicas
-        self._tries = tries
-        self._backoff = Backoff(pause_seconds, _MAX_PAUSE_SECONDS, jitter=(0.5, 1.5))
+    # Calls that fail
 
     async def until_answered(
         self, once: Callable[[ReplicaRequest], Awaitable[T]], rollout_id: str, deadline: float
@@ -293,13 +254,13 @@ class Retrying:
         patience_until = now() + _PATIENCE * (deadline - now())
         tried: list[Replica] = []
         while True:
-            replica = await self._replicas.next(rollout_id, tried, patience_until)
+            replica = await self.next(rollout_id, tried, patience_until)
             try:
                 with replica.request() as request:
                     return await _try(once, request, deadline)
             except RetryableError as retryable:
                 if not replica.admitted or (
-                    request.given_up and (replica.paused or replica not in self._replicas.all)
+                    request.given_up and (replica.paused or replica not in self.all)
                 ):
                     continue  # it was moved, and did not fail
                 tried.append(replica)
@@ -309,18 +270,32 @@ class Retrying:
             await asyncio.sleep(pause)
 
     def _pause(self, retryable: RetryableError, tried: list[Replica]) -> float | None:
-        """Returns the seconds until the next try, or None if there should be none."""
-        if self._replicas.other_usable(tried):
+        """Seconds until the next try, or None if there should be none."""
+        if self.other_usable(tried):
             return 0.0
         if retryable.other_replica:
             return None
         return max(self._backoff.seconds(len(tried), random.random()), retryable.wait_seconds)
 
 
+def _ranked(rollout_id: str, replicas: Sequence[Replica]) -> list[Replica]:
+    return sorted(replicas, key=lambda replica: _weight(rollout_id, replica.url))
+
+
+def _load(replica: Replica) -> tuple[bool, float, float]:
+    """Its calls and its rollouts, as shares of its limit."""
+    slots = replica.slots
+    calls = slots.used + slots.waiting
+    return (not replica.usable, calls / slots.limit, replica.rollouts / slots.limit)
+
+
+def _weight(rollout_id: str, url: str) -> bytes:
+    return hashlib.blake2b(f"{rollout_id}\0{url}".encode(), digest_size=8).digest()
+
+
 async def _try(
     once: Callable[[ReplicaRequest], Awaitable[T]], request: ReplicaRequest, deadline: float
 ) -> T:
-    """Runs `once` until `deadline` and reports the result to the replica."""
     try:
         async with asyncio.timeout_at(deadline) as request.scope:
             try:

@@ -19,6 +19,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
+from envserver_local.simulated.engine import SimEngine
+from envserver_local.simulated.policy import Said, Wish
+from envserver_local.simulated.tokenizer import Conversation, assistant_text, canonical_arguments
 from envserver_records.errors import (
     ConfigError,
     EngineRefused,
@@ -33,7 +36,6 @@ from ..environment import Environment
 from ..export.unified import unified
 from ..judges.client import ScorerJudge
 from ..models.engine import EngineRequest, MeasuredEngine
-from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
 from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import (
     RolloutContext,

@@ -14,6 +14,18 @@ from statistics import median
 from typing import Any
 
 import msgspec
+from envserver_local.simulated.engine import SimEngine
+from envserver_local.simulated.policy import (
+    Policy,
+    RolloutSolver,
+    Said,
+    Speaker,
+    Turn,
+    Wish,
+    drawn_call,
+    generator,
+)
+from envserver_local.simulated.tokenizer import Conversation
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Message, Task, text_of
 
@@ -21,18 +33,6 @@ from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
 from ..models.engine import MeasuredEngine
-from ..models.sim import (
-    Conversation,
-    Policy,
-    RolloutSolver,
-    Said,
-    SimEngine,
-    Speaker,
-    Turn,
-    Wish,
-    drawn_call,
-    generator,
-)
 from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
 from ..rollouts.attempt import Finished
@@ -51,7 +51,7 @@ from ..rollouts.rewards import range_of
 from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
-from ..sandbox.opening import WatchedSandboxes
+from ..sandbox.maker import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary

@@ -44,13 +44,13 @@ async def started(
         yield openai
         return
     from ..models.catalogue import find_model, read_catalogue
-    from ..models.manager import engine_spec, running_engine
+    from ..models.manager import running_engine
 
     entry = find_model(model, read_catalogue(config.models_file), config.models_file)
     variables = openai.default_template_kwargs
     if variables is not None:
         entry = entry.model_copy(update={"default_template_kwargs": variables})
-    async with running_engine(engine_spec(entry, config), tell=_tell) as engine:
+    async with running_engine(entry, config, tell=_tell) as engine:
         yield openai.model_copy(
             update={
                 "base_url": engine.base_url,
@@ -67,7 +67,8 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
     Also returns the demonstrator, which is given the solutions (simulated engine only).
     """
     if settings.model == SIMULATED:
-        from ..models.sim import RolloutSolver, SimEngine
+        from envserver_local.simulated.engine import SimEngine
+        from envserver_local.simulated.policy import RolloutSolver
 
         solver = RolloutSolver()
         return SimEngine(settings.sim, solver), solver

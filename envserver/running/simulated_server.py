@@ -11,10 +11,11 @@ import itertools
 import signal
 from collections.abc import Callable, Iterator
 
+from envserver_local.simulated.policy import Solver, TextSolver
+from envserver_local.simulated.server import serve_sim
 from envserver_records.records import Message, Split, Task
 
 from ..environment import Environment
-from ..models.sim import Solver, TextSolver, serve_sim
 from ..rollouts.agents import demonstrated
 from ..settings.config import SimConfig
 

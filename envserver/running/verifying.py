@@ -289,7 +289,7 @@ async def verify_source(
 
 def _engine(settings: VerifySettings, openai: OpenAIConfig) -> Engine:
     if settings.model == SIMULATED:
-        from ..models.sim import SimEngine
+        from envserver_local.simulated.engine import SimEngine
 
         return SimEngine(SimConfig(latency_seconds=0))
     from ..models.openai import OpenAIEngine

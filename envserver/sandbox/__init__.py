@@ -1,8 +1,7 @@
 """Runs programs that a model wrote: without network, away from the server's files, with limits.
 
-In: specs. Out: sandboxes (`sandbox_interface.Sandboxes`). Invariants: a sandbox ends with
-the connection that opened it, and all sandboxes end with the server; if no backend holds, nothing
-starts. README.md names the files in reading order.
+Invariants: a sandbox ends with the connection that opened it, and all sandboxes end with the
+server; if no backend holds, nothing starts. README.md names the files in reading order.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .client import SandboxClient
     from .docker import find_engine
-    from .opening import WatchedSandboxes
+    from .maker import WatchedSandboxes
     from .requests import Open
     from .service import SandboxService
 
@@ -26,7 +25,7 @@ __getattr__ = lazy_names(
         "Open": "requests",
         "SandboxClient": "client",
         "SandboxService": "service",
-        "WatchedSandboxes": "opening",
+        "WatchedSandboxes": "maker",
         "find_engine": "docker",
     },
 )

@@ -1,16 +1,17 @@
-"""Manages the sandboxes of attempts in flight, on the server.
+"""The sandboxes of attempts in flight, on the server.
 
 A worker asks over HTTP (`requests`), the proxy identifies the attempt, and each attempt has its own
 sandboxes: no other attempt can name them. Model-written code may have taken over a worker, so a
-request never gets more than the environment declares. Invariants: sandboxes are closed when
-their attempt is sealed, and their usage is added up.
+request never gets more than the environment declares. Sandboxes are closed when their attempt is
+sealed, and their usage is added up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -19,35 +20,22 @@ from weakref import WeakKeyDictionary
 import msgspec
 import structlog
 from envserver_records.errors import EnvserverError, InputError, SandboxLost, SandboxUnavailable
-from envserver_records.records import SandboxSpec, SandboxUsage
+from envserver_records.records import SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
 from ..sandbox_interface import Sandbox
-from .maker import InteractiveProgram, InteractiveSandbox, SandboxMaker, not_lost
-from .requests import (
-    Exec,
-    Open,
-    Opened,
-    Read,
-    RunPython,
-    Send,
-    Start,
-    Write,
-    cut_down,
-    execute,
-    execute_python,
-    plain,
-    variables,
-)
+from .maker import InteractiveSandbox, SandboxMaker, not_lost
+from .requests import BODIES, Exec, Open, Opened, RunPython, Start, cut_down, plain, variables
+from .served import ServedSandbox, decoded
 
 MOST_PER_ATTEMPT = 8
 """Maximum concurrent sandboxes of one attempt."""
-MOST_READ_BYTES = 64 << 20
 _MOST_BODY_BYTES = 90 << 20
 _LAST_SECONDS = 5.0
 """Seconds for a sandbox to report its usage at its end."""
 _SETTLE_SECONDS = 30.0
+_PEAKS = ("peak_memory_mb", "disk_mb", "peak_processes")
 
 T = TypeVar("T")
 
@@ -55,10 +43,10 @@ _log = structlog.get_logger("envserver.sandbox")
 
 
 class AttemptSandboxes:
-    """The proxy's `SandboxHost`. Use with `async with`: at the end every sandbox is gone.
+    """The proxy's `SandboxHost`. At the end of the context every sandbox is gone.
 
     Args:
-        sandboxes: makes them; stays open for as long as this object.
+        sandboxes: stays open for as long as this object.
         most: the environment's own spec: the default and the maximum of an attempt.
         concurrent: maximum sandboxes of all attempts together; further ones wait in order.
         images: whether an attempt may use the image that its task's public part names (`image`).
@@ -80,23 +68,23 @@ class AttemptSandboxes:
         self._egress = egress
         self._places = asyncio.Semaphore(concurrent)
         self._states: WeakKeyDictionary[ProxyAttempt, _AttemptState] = WeakKeyDictionary()
-        self._tenants: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for state in list(self._states.values()):
+        states = list(self._states.values())
+        for state in states:
             state.seal()
-        if self._tenants:
-            await asyncio.wait(self._tenants)
+        if tasks := [task for state in states for task in state.tenants]:
+            await asyncio.wait(tasks)
 
     @property
     def open(self) -> int:
-        return len(self._tenants)
+        return sum(len(state.tenants) for state in self._states.values())
 
     def most_bytes(self, path: str) -> int:
-        """See `SandboxHost`. The sandbox would refuse anything larger than its disk."""
+        """The sandbox would refuse anything larger than its disk."""
         limits = self._most.limits
         match path.rpartition("/")[2]:
             case "open" | "write":
@@ -140,49 +128,25 @@ class AttemptSandboxes:
         self, attempt: ProxyAttempt, state: _AttemptState, name: str, action: str, body: bytes
     ) -> Any:
         if not name and action == "open":
-            return await self._open(attempt, state, _decoded(body, Open))
+            return await self._open(attempt, state, decoded(action, body, {"open": Open}))
         tenant = state.open.get(name)
         if tenant is None:
             raise InputError(f"There is no sandbox {name[:40]!r} here, or it is closed.")
-        match action:
-            case "close":
-                del state.open[name]
-                return await tenant.close()
-            case "total" | "read" | "write":
-                return await tenant.perform(self._look(tenant.sandbox, action, body))
-            case "exec":
-                attempt.check_time()
-                command = _decoded(body, Exec)
-                with attempt.timeline.timed("sandbox", command.argv[0] if command.argv else ""):
-                    program = execute(tenant.sandbox, command, self._most.limits)
-                    return await tenant.perform(not_lost(program))
-            case "python":
-                attempt.check_time()
-                code = _decoded(body, RunPython)
-                with attempt.timeline.timed("sandbox", "python"):
-                    program = execute_python(tenant.sandbox, code, self._most.limits)
-                    return await tenant.perform(not_lost(program))
-            case "start":
-                attempt.check_time()
-                return await tenant.start(_decoded(body, Start), attempt.seconds_left)
-            case "send":
-                return await tenant.perform(tenant.program.send(_decoded(body, Send).data))
-            case "receive":
-                return await tenant.perform(tenant.program.receive())
-        raise InputError(f"A sandbox cannot {action[:40]!r}.")
-
-    async def _look(self, sandbox: Sandbox, action: str, body: bytes) -> Any:
-        match action:
-            case "total":
-                return await sandbox.total()
-            case "read":
-                read = _decoded(body, Read)
-                if not 0 <= read.max_bytes <= MOST_READ_BYTES:
-                    raise InputError(f"max_bytes must be from 0 to {MOST_READ_BYTES}.")
-                return await sandbox.read(plain(read.path), read.max_bytes)
-            case _:
-                write = _decoded(body, Write)
-                return await sandbox.write(plain(write.path), write.data)
+        if action == "close":
+            del state.open[name]
+            return await tenant.close()
+        request = decoded(action, body, BODIES)
+        if isinstance(request, Exec | RunPython | Start):
+            attempt.check_time()
+        served = tenant.served
+        if isinstance(request, Start):
+            return await served.start(request, attempt.seconds_left)
+        performing = served.perform(action, request)
+        if not isinstance(request, Exec | RunPython):
+            return await tenant.perform(performing)
+        program = "python" if isinstance(request, RunPython) else "".join(request.argv[:1])
+        with attempt.timeline.timed("sandbox", program):
+            return await tenant.perform(not_lost(performing))
 
     async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
         spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
@@ -191,19 +155,17 @@ class AttemptSandboxes:
             raise ended()
         if len(state.open) >= MOST_PER_ATTEMPT:
             raise InputError(f"An attempt may have {MOST_PER_ATTEMPT} sandboxes at a time.")
-        tenant = _Tenant(self._opening(attempt, spec))
-        self._tenants.add(tenant.task)
-        tenant.task.add_done_callback(self._tenants.discard)
+        tenant = _Tenant(self._opening(attempt, spec), self._most.limits)
         name = state.add(tenant)
         try:
-            sandbox = await asyncio.shield(tenant.opened)
+            served = await asyncio.shield(tenant.opened)
         except BaseException as error:
             state.remove(name)
             if isinstance(error, asyncio.CancelledError):
                 attempt.sandbox_failed(_none_free())
             raise
         attempt.sandbox_opened()
-        return Opened(name, sandbox.isolation)
+        return Opened(name, served.sandbox.isolation)
 
     @asynccontextmanager
     async def _opening(
@@ -285,45 +247,22 @@ class _Tenant:
     usage, or None without a sandbox.
     """
 
-    def __init__(self, opening: AbstractAsyncContextManager[InteractiveSandbox]) -> None:
-        self.opened: asyncio.Future[InteractiveSandbox] = asyncio.get_running_loop().create_future()
+    def __init__(
+        self, opening: AbstractAsyncContextManager[InteractiveSandbox], most: SandboxLimits
+    ) -> None:
+        self.opened: asyncio.Future[ServedSandbox] = asyncio.get_running_loop().create_future()
         self._working: set[asyncio.Task[Any]] = set()
-        self._program: InteractiveProgram | None = None
         self._over = asyncio.Event()
-        self.task = asyncio.create_task(self._live(opening), name="sandbox")
+        self.task = asyncio.create_task(self._live(opening, most), name="sandbox")
 
     @property
-    def sandbox(self) -> InteractiveSandbox:
+    def served(self) -> ServedSandbox:
         if not self.opened.done():
             raise InputError("The sandbox is not open yet.")
         return self.opened.result()
 
-    @property
-    def program(self) -> InteractiveProgram:
-        if self._program is None:
-            raise InputError("No program was started in this sandbox.")
-        return self._program
-
-    async def start(self, asked: Start, seconds: float) -> None:
-        if self._program is not None:
-            raise InputError("A program was started in this sandbox before.")
-        if not asked.argv:
-            raise InputError("An empty command cannot be run.")
-        argv = [plain(word) for word in asked.argv]
-        program = InteractiveProgram(self.sandbox, argv, variables(asked.env), seconds)
-        self._program = program
-        living = asyncio.create_task(program.live())
-        self._working.add(living)
-        living.add_done_callback(self._left)
-        await program.started()
-
-    def _left(self, living: asyncio.Task[None]) -> None:
-        self._working.discard(living)
-        if not living.cancelled():
-            living.exception()  # its requests have raised it
-
     async def perform(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Returns the operation's result. It is cancelled when the caller or the sandbox ends."""
+        """The operation is cancelled when the caller or the sandbox ends."""
         work = asyncio.create_task(operation)
         self._working.add(work)
         work.add_done_callback(self._working.discard)
@@ -346,19 +285,20 @@ class _Tenant:
             self.task.cancel()
 
     async def close(self) -> None:
-        """Waits until the sandbox is gone."""
         self.end()
         await asyncio.wait({self.task})
 
     async def _live(
-        self, opening: AbstractAsyncContextManager[InteractiveSandbox]
+        self, opening: AbstractAsyncContextManager[InteractiveSandbox], most: SandboxLimits
     ) -> SandboxUsage | None:
         usage = None
         try:
             async with opening as sandbox:
                 usage = SandboxUsage(executions=0)
-                self.opened.set_result(sandbox)
+                self.opened.set_result(served := ServedSandbox(sandbox, most))
                 await self._over.wait()
+                for life in served.life:
+                    life.cancel()
                 usage = await _last_total(sandbox)
         except asyncio.CancelledError:
             self._failed(ended())
@@ -376,7 +316,7 @@ class _Tenant:
 
 
 def _cancel_once(work: asyncio.Task[Any]) -> None:
-    """Cancels `work` once: a second cancel would interrupt the wait for a program's end."""
+    """A second cancel would interrupt the wait for a program's end."""
     if not work.cancelling():
         work.cancel()
 
@@ -386,7 +326,7 @@ def _none_free() -> SandboxUnavailable:
 
 
 async def _last_total(sandbox: Sandbox) -> SandboxUsage:
-    """Returns the usage of all its programs; empty if the sandbox was lost."""
+    """Empty if the sandbox was lost."""
     try:
         async with asyncio.timeout(_LAST_SECONDS):
             return await sandbox.total()
@@ -395,31 +335,15 @@ async def _last_total(sandbox: Sandbox) -> SandboxUsage:
         return SandboxUsage(executions=0)
 
 
-def summed(usages: Iterable[SandboxUsage]) -> SandboxUsage:
-    """Combines the usage of several sandboxes: sums and highest peaks; exact if all are exact."""
-    all_of_them = list(usages)
-    killed: dict[str, int] = {}
-    for usage in all_of_them:
-        for reason, count in usage.killed.items():
-            killed[reason] = killed.get(reason, 0) + count
-    return SandboxUsage(
-        wall_seconds=sum(usage.wall_seconds for usage in all_of_them),
-        cpu_seconds=sum(usage.cpu_seconds for usage in all_of_them),
-        cpu_exact=all(usage.cpu_exact for usage in all_of_them),
-        peak_memory_mb=max((usage.peak_memory_mb for usage in all_of_them), default=0.0),
-        memory_exact=all(usage.memory_exact for usage in all_of_them),
-        read_bytes=sum(usage.read_bytes for usage in all_of_them),
-        written_bytes=sum(usage.written_bytes for usage in all_of_them),
-        output_bytes=sum(usage.output_bytes for usage in all_of_them),
-        disk_mb=max((usage.disk_mb for usage in all_of_them), default=0.0),
-        peak_processes=max((usage.peak_processes for usage in all_of_them), default=0),
-        executions=sum(usage.executions for usage in all_of_them),
-        killed=killed,
-    )
-
-
-def _decoded(body: bytes, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"This is not a valid sandbox request: {error}.") from None
+def summed(usages: Sequence[SandboxUsage]) -> SandboxUsage:
+    """Sums and highest peaks; exact if all are exact."""
+    fields: dict[str, Any] = {}
+    for name in SandboxUsage.__struct_fields__:
+        values = [getattr(usage, name) for usage in usages]
+        if name == "killed":
+            fields[name] = dict(sum(map(Counter, values), Counter()))
+        elif name.endswith("_exact"):
+            fields[name] = all(values)
+        else:
+            fields[name] = max(values) if name in _PEAKS else sum(values)
+    return SandboxUsage(**fields)

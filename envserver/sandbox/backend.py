@@ -1,7 +1,4 @@
-"""The differences between backends for the in-sandbox server: paths, and limits of programs.
-
-A Backend is made in the process that becomes the in-sandbox server, before its first request.
-"""
+"""The differences between backends for the in-sandbox server: paths, and limits of programs."""
 
 from __future__ import annotations
 
@@ -11,15 +8,10 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from . import linux, namespaces
 from .usage import Accounts, numbers
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Protocol
-else:
-    Protocol = object
 
 _SWEEP_SECONDS = 5.0
 _TOO_MANY = 2**31
@@ -30,7 +22,7 @@ _SOCKET_BYTES = 212992
 
 
 class Backend(Protocol):
-    """The place and the limits of one sandbox's programs."""
+    """The place and the limits of one sandbox's programs, made before the first request."""
 
     work: str
     """The workspace directory, as the server sees it (in a namespace it is /work itself)."""
@@ -45,26 +37,23 @@ class Backend(Protocol):
         """Drops the rights of a program's process, just before the program starts."""
 
     def programs(self) -> Iterator[int]:
-        """Returns the process ids of all programs in the sandbox, zombies included."""
+        """The process ids of all programs in the sandbox, zombies included."""
 
     def kill(self) -> None:
         """Kills all programs; returns when none is left that could start another."""
 
     def used(self) -> tuple[int, int]:
-        """Returns the bytes and inodes used in the writable folders."""
+        """The bytes and inodes used in the writable folders."""
 
-    def accounts(self) -> Accounts:
-        """Returns what adds up the usage of the programs."""
+    def accounts(self) -> Accounts: ...
 
     def kernel_bytes(self) -> int:
-        """Returns an upper bound of the kernel memory that programs hold, beyond their own."""
+        """An upper bound of the kernel memory that programs hold, beyond their own."""
 
 
 class NamespaceBackend:
-    """Programs run in the pid namespace of which the in-sandbox server is process 1.
-
-    Every process of the sandbox is therefore listed in its /proc.
-    """
+    """Programs run in the pid namespace of which the in-sandbox server is process 1, so that its
+    /proc lists every process of the sandbox."""
 
     work, temporary = "/work", "/tmp"
     reset_signals = (signal.SIGTERM, signal.SIGINT)
@@ -108,7 +97,7 @@ class NamespaceBackend:
 
 
 def enclose(filter_program: bytes, processes: int) -> None:
-    """Drops the rights of a process in namespaces of its own; see `Backend.enclose`."""
+    """For a process in namespaces of its own."""
     _limit_processes(processes + 1)  # and process 1
     linux.drop_capabilities()
     linux.install_filter(filter_program)
@@ -124,7 +113,7 @@ def ignore_signals_from_inside() -> None:
 
 
 def kernel_bytes(proc: str = "/proc") -> int:
-    """Returns the most that can wait in sockets of the network namespace of process 1 of `proc`."""
+    """The most that can wait in sockets of the network namespace of process 1 of `proc`."""
     with open(f"{proc}/1/net/sockstat") as counts:
         return int(counts.readline().split()[2]) * _SOCKET_BYTES
 
@@ -136,32 +125,19 @@ class HostBackend:
 
     Args:
         root: an empty directory that belongs to its user.
+        seen: what programs may see, see `system.describe`.
         confined: Landlock and a system-call filter around programs; else only limits.
-        filter_program, variables: for programs.
-        readable: host paths that programs may read, with `confined`.
-        listed: host directories that they may list: Python cannot import from others.
         own_user: the user belongs to this sandbox alone, so the kernel can count its processes.
     """
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        confined: bool,
-        readable: list[str],
-        listed: list[str],
-        filter_program: bytes,
-        variables: dict[str, str],
-        own_user: bool,
-    ) -> None:
+    def __init__(self, root: str, seen: dict[str, Any], *, confined: bool, own_user: bool) -> None:
         linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
         self._root = root
-        self.work, self.temporary = f"{self._root}/work", f"{self._root}/tmp"
+        self.work, self.temporary = f"{root}/work", f"{root}/tmp"
+        self._readable, self._listed = seen["visible"], seen["search_path"]
+        self._filter = bytes.fromhex(seen["filter"])
+        self.variables = seen["variables"]
         self._confined = confined
-        self._readable = readable
-        self._listed = listed
-        self._filter = filter_program
-        self.variables = variables
         self._own_user = own_user
 
     def furnish(self, disk_bytes: int, inodes: int) -> None:
@@ -236,32 +212,28 @@ class HostBackend:
         return Accounts()
 
     def kernel_bytes(self) -> int:
-        sockets = 0
-        for place in self._descriptors():
-            try:
-                sockets += stat.S_ISSOCK(os.stat(place).st_mode)
-            except OSError:  # closed meanwhile
-                continue
-        return sockets * _SOCKET_BYTES
+        return sum(stat.S_ISSOCK(file.st_mode) for file in self._open_files()) * _SOCKET_BYTES
 
     def _unnamed(self) -> int:
         device = os.stat(self._root).st_dev
-        found = {}
-        for place in self._descriptors():
-            try:
-                state = os.stat(place)
-            except OSError:  # closed meanwhile
-                continue
-            if state.st_nlink == 0 and state.st_dev == device:
-                found[state.st_ino] = state.st_blocks * 512
+        found = {
+            file.st_ino: file.st_blocks * 512
+            for file in self._open_files()
+            if file.st_nlink == 0 and file.st_dev == device
+        }
         return sum(found.values())
 
-    def _descriptors(self) -> Iterator[str]:
+    def _open_files(self) -> Iterator[os.stat_result]:
         for pid in self.programs():
             try:
-                yield from [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
+                places = [entry.path for entry in os.scandir(f"/proc/{pid}/fd")]
             except OSError:  # it has ended
                 continue
+            for place in places:
+                try:
+                    yield os.stat(place)
+                except OSError:  # closed meanwhile
+                    continue
 
 
 def _limit_processes(most: int) -> None:

@@ -21,15 +21,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from . import linux
 from .linux import MS_NODEV, MS_NOEXEC, MS_NOSUID
-from .namespaces import PLACE
+from .namespaces import DEVICES, LINKS, PLACE
 
-DEVICES = ("null", "zero", "full", "random", "urandom")
 _DIRECTORIES = ("/work", "/tmp", "/box", "/run", "/dev/shm")
-_LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 _HOLDER = ["/bin/sh", "-c", "echo ready && exec cat"]
 """Reports when the backend is ready, and ends when its input is closed."""
 
@@ -43,7 +41,6 @@ _NAMESPACES = (
 
 
 def installed() -> str | None:
-    """Path of the program, None where there is none."""
     return shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
 
 
@@ -57,7 +54,6 @@ def command(
     """The command line that builds the backend around the holder.
 
     Args:
-        program: path of bwrap.
         visible: host paths that appear at the same place, read-only; links stay links.
         files: open descriptors with the contents of files of /etc, by name.
         status_fd: where bubblewrap tells the holder's process id, as JSON.
@@ -81,24 +77,19 @@ def command(
             words += ["--file", str(descriptor), f"/etc/{name}"]
     for name in DEVICES:
         words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    for name, number in _LINKS.items():
+    for name, number in LINKS.items():
         words += ["--symlink", f"/proc/self/fd{number}", f"/dev/{name}"]
     words += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/"]
     return [*words, "--", *_HOLDER]
 
 
-def enter_outer(
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    then: Callable[[], None],
-    shown: str = "",
-) -> int:
-    """Runs `then` inside a fresh outer layer; see `namespaces.enter_outer`."""
+def enter_outer(seen: Mapping[str, Any], then: Callable[[], None], shown: str = "") -> int:
+    """See `namespaces.enter_outer`."""
     program = installed()
     if program is None:
         raise OSError("bwrap is not installed")
     with ExitStack() as stack:
-        holder, pid = _build(stack, program, visible, contents, shown)
+        holder, pid = _build(stack, program, seen, shown)
         try:
             backend = os.pidfd_open(pid)
             status = _child(lambda: _join(backend, then), os.getpid())
@@ -110,19 +101,15 @@ def enter_outer(
 
 
 def _build(
-    stack: ExitStack,
-    program: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    shown: str,
+    stack: ExitStack, program: str, seen: Mapping[str, Any], shown: str
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts the holder; returns when the backend is ready, with the holder's process id."""
-    files = {name: _file_with(stack, text).fileno() for name, text in contents.items()}
+    files = {name: _file_with(stack, text).fileno() for name, text in seen["etc"].items()}
     ours, theirs = os.pipe()
     status = stack.enter_context(os.fdopen(ours, "rb"))
     try:
         holder = subprocess.Popen(
-            command(program, visible, files, theirs, shown),
+            command(program, seen["visible"], files, theirs, shown),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -167,11 +154,8 @@ def _inside(then: Callable[[], None]) -> int:
 
 
 def _child(run: Callable[[], int], parent_pid: int) -> int:
-    """`run` in a child that ends with this process; its exit status.
-
-    Args:
-        parent_pid: this process's, as the child sees it: 0 from another pid namespace.
-    """
+    """Its exit status; it ends with this process. `parent_pid`: as the child sees it, 0 from
+    another pid namespace."""
     pid = os.fork()
     if pid == 0:
         linux.die_with(parent_pid, signal.SIGKILL)

@@ -51,11 +51,7 @@ _HUNG_UP_SECONDS = 1.0
 
 
 class SandboxClient:
-    """One connection to a supervisor; connects when first needed and reconnects after a break.
-
-    Args:
-        address: path of the supervisor's socket.
-    """
+    """One connection to a supervisor's socket; connects when first needed and after a break."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -70,7 +66,6 @@ class SandboxClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes the connection, which ends all its sandboxes."""
         self._disconnect("the connection was closed")
 
     @asynccontextmanager
@@ -82,7 +77,7 @@ class SandboxClient:
             await asyncio.shield(sandbox.close())
 
     async def create(self, spec: SandboxSpec) -> ConnectedSandbox:
-        """Opens a sandbox that the caller closes; raises like `open`."""
+        """The caller closes the sandbox; raises like `open`."""
         isolation, channel, pidfd = await self._request(spec.preload)
         sandbox = ConnectedSandbox(isolation, channel, pidfd)
         try:
@@ -168,8 +163,6 @@ class SandboxClient:
 
 
 class ConnectedSandbox(AskedSandbox):
-    """A sandbox at the other end of `channel`; see `sandbox_interface.Sandbox`."""
-
     _names = itertools.count(1)
 
     def __init__(self, isolation: str, channel: socket.socket, pidfd: int) -> None:
@@ -183,10 +176,8 @@ class ConnectedSandbox(AskedSandbox):
         self._limits = SandboxLimits()
         self._closed = False
         self._descriptors: list[int] = []
-        """Came with answers."""
 
     async def set_up(self, spec: SandboxSpec) -> None:
-        """Sends the files, variables and limits of the sandbox."""
         self._limits = spec.limits
         request = {
             "files": spec.files,
@@ -278,16 +269,11 @@ class ConnectedSandbox(AskedSandbox):
         return self.isolation in NAMESPACE_BACKENDS
 
     async def _gone(self) -> None:
-        loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        loop.add_reader(self._pidfd, gone.set)
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
-                await gone.wait()
+                await _readable(self._pidfd)
         except TimeoutError:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        finally:
-            loop.remove_reader(self._pidfd)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
         """Sends one request and returns its answer; requests of several tasks take turns.
@@ -378,7 +364,7 @@ class ConnectedSandbox(AskedSandbox):
         return SandboxLost(f"The sandbox was lost: {reason}.")
 
 
-async def _readable(channel: socket.socket) -> None:
+async def _readable(channel: socket.socket | int) -> None:
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(channel, came.set)
@@ -389,7 +375,6 @@ async def _readable(channel: socket.socket) -> None:
 
 
 def image_missing(image: str, reason: str) -> SandboxImageMissing:
-    """The failure of a sandbox whose image the container engine does not have."""
     words = f"The container engine lacks an image: {image} ({reason.rstrip('.')})."
     return SandboxImageMissing(
         words,

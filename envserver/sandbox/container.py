@@ -33,9 +33,6 @@ class CgroupAccounts(Accounts):
     """Accounts of a container in whose cgroup only the in-sandbox server and its programs are.
 
     A file that is missing (old kernels have no `pids.peak`) leaves its number to sampling.
-
-    Args:
-        root: where the cgroup is shown.
     """
 
     def __init__(self, root: str = _ROOT) -> None:

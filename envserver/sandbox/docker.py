@@ -3,10 +3,8 @@
     supervisor --("fork")--> maker --(fork)--> relay
     client --(frames)--> relay --(stdin, stdout)--> docker run ... python3 --> in-sandbox server
 
-`docker_maker` is the maker and its relays, `docker_pool` the containers that it starts, some of
-them in advance; `docker_leftovers` what a killed server left. Containers have no network, no
-capabilities, a read-only root and an ordinary user; their image only needs Python, since this
-package's modules are sent.
+Containers have no network, no capabilities, a read-only root and an ordinary user; their image only
+needs Python, since this package's modules are sent.
 """
 
 from __future__ import annotations
@@ -82,37 +80,27 @@ Pull = Literal["never", "missing"]
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """A container engine that answers, and the image to start.
+    """A container engine that answers, and how many containers are started there, and when.
 
     Args:
-        program: path of its command.
         image: of sandboxes whose spec names none.
         variables: variables of the server that the command needs to find its engine.
+        prefix: of the containers' names.
+        pull: whether missing images are fetched.
+        warm: containers kept started in advance, for each image and limits in use.
+        most_warm: of them in all.
+        starts: containers being started at the same time, at most.
     """
 
     program: str
     image: str
     variables: dict[str, str]
-
-
-class PoolRules(msgspec.Struct, frozen=True, kw_only=True):
-    """How many containers are started, and when.
-
-    Args:
-        prefix: of their names; see `docker_leftovers`.
-        pull: whether missing images are fetched.
-        warm: containers kept started in advance, for each image and limits in use.
-        most_warm: of them in all.
-        starts: containers being started at the same time, at most.
-        starts_per_second: and this often.
-    """
-
-    prefix: str
-    pull: Pull
-    warm: int
-    most_warm: int
-    starts: int
-    starts_per_second: float
+    prefix: str = ""
+    pull: Pull = "never"
+    warm: int = 0
+    most_warm: int = 0
+    starts: int = 1
+    starts_per_second: float = 1.0
 
 
 class ContainerKey(msgspec.Struct, frozen=True):
@@ -133,7 +121,6 @@ class ContainerKey(msgspec.Struct, frozen=True):
 
 
 def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
-    """Returns what a container for `spec` (see SandboxSpec, by name) is started with."""
     image, limits = spec["image"], spec["limits"]
     if image and not _IMAGE.fullmatch(image):
         raise ValueError(f"{image[:80]!r} is not an image name")
@@ -149,7 +136,7 @@ def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
 def find_engine(
     image: str, pull: Pull = "never", environ: Mapping[str, str] = os.environ
 ) -> Engine:
-    """Returns the first engine that answers and has the image."""
+    """The first engine that answers and has the image."""
     variables = {name: environ[name] for name in _VARIABLES if name in environ}
     failed = []
     for name in ENGINES:
@@ -174,25 +161,29 @@ def find_engine(
 def asked(
     program: str, variables: Mapping[str, str], *words: str, seconds: float = _SECONDS
 ) -> str:
-    """Runs the engine's command; returns why it failed, or "" on success."""
+    """Runs the engine's command; returns why it failed, or ""."""
     try:
-        done = subprocess.run(
-            [program, *words],
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=seconds,
-            check=False,
-        )
+        _output(program, variables, *words, seconds=seconds)
+    except subprocess.CalledProcessError as error:
+        return last_line(error.stderr) or f"status {error.returncode}"
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if done.returncode == 0:
-        return ""
-    return last_line(done.stderr) or f"status {done.returncode}"
+    return ""
+
+
+def _output(program: str, variables: Mapping[str, str], *words: str, seconds: float) -> bytes:
+    return subprocess.run(
+        [program, *words],
+        env=dict(variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=seconds,
+        check=True,
+    ).stdout
 
 
 def last_line(said: bytes) -> str:
-    """The last line of what a command said, which is why it failed; its advice is left out."""
+    """What a failed command said last is why; its advice is left out."""
     lines = said.decode(errors="replace").strip().splitlines()
     reasons = [line for line in lines if line.strip() and not line.startswith("See '")]
     return reasons[-1].strip()[:300] if reasons else ""
@@ -208,7 +199,7 @@ def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> l
     processes = key.processes + _SERVER_PROCESSES
     hidden = (f"{place}:ro,nosuid,nodev,size=4k,mode=0755" for place in key.hides)
     return [
-        *(engine.program, "run", "--rm", "--interactive", "--name", name, "--init=false"),
+        *("run", "--rm", "--interactive", "--name", name, "--init=false"),
         *("--sysctl", f"net.ipv4.tcp_rmem={SOCKET_BUFFERS}"),
         *("--sysctl", f"net.ipv4.tcp_wmem={SOCKET_BUFFERS}"),
         *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
@@ -239,13 +230,13 @@ def _podman_limits() -> list[str]:
     return words
 
 
-def start_words(preload: Sequence[str], sent: bytes) -> list[str]:
-    """Returns the arguments of a container's python3, which reads `sent` (see `bundle`) first."""
+def start_words(preload: Sequence[str], sent: memoryview) -> list[str]:
+    """The arguments of a container's python3, which reads `sent` (see `bundle`) first."""
     return ["-I", "-c", _BOOT, str(len(sent)), json.dumps(list(preload))]
 
 
 def bundle(preload: Sequence[str]) -> bytes:
-    """Returns this package's modules and those of `preload` that images lack, as JSON by name."""
+    """This package's modules and those of `preload` that images lack, as JSON by name."""
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):
         sources[f"envserver.sandbox.{path.stem}"] = path.read_text()
@@ -256,7 +247,7 @@ def bundle(preload: Sequence[str]) -> bytes:
 
 
 def _sources(name: str) -> dict[str, str]:
-    """Returns a module with its parents and submodules; nothing if the image must have it."""
+    """A module with its parents and submodules; nothing if the image must have it."""
     found = {}
     for parent in (name.rsplit(".", count)[0] for count in range(name.count(".") + 1)):
         spec = importlib.util.find_spec(parent)
@@ -271,7 +262,7 @@ def _sources(name: str) -> dict[str, str]:
 
 
 def _is_sent(name: str, origin: Path) -> bool:
-    """Whether a module is sent. Libraries, large and perhaps compiled, belong in the image."""
+    """Libraries, large and perhaps compiled, belong in the image."""
     top = name.partition(".")[0]
     if origin.suffix != ".py" or top in sys.stdlib_module_names:
         return False
@@ -290,18 +281,15 @@ _START_TIME = 19
 
 
 def new_prefix() -> str:
-    """Returns the beginning of the names of containers for one service of this process."""
+    """The beginning of the names of containers for one service of this process."""
     started = _start_time(os.getpid()) or 0
     return f"{_here()}-{os.getpid()}-{started}-{uuid.uuid4().hex[:8]}"
 
 
-def remove_leftovers(engine: Engine, prefix: str = "") -> list[str]:
-    """Removes the containers of servers that are gone; returns their names.
-
-    Args:
-        prefix: removes those whose names begin so instead.
-    """
-    names = [name for name in _names(engine) if _is_left(name, prefix)]
+def remove_leftovers(engine: Engine) -> list[str]:
+    """Removes the containers of servers that are gone, or those with the engine's prefix; returns
+    their names."""
+    names = [name for name in _names(engine) if _is_left(name, engine.prefix)]
     if names:
         words = ("rm", "--force", "--volumes", *names)
         asked(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
@@ -335,18 +323,10 @@ def _is_gone(pid: int, started: int) -> bool:
 def _names(engine: Engine) -> list[str]:
     words = ("ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
     try:
-        done = subprocess.run(
-            [engine.program, *words],
-            env=engine.variables,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_CLEANUP_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        out = _output(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
+    except (OSError, subprocess.SubprocessError):
         return []
-    return done.stdout.split()
+    return out.decode().split()
 
 
 def _here() -> str:
@@ -356,7 +336,7 @@ def _here() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Returns the start time of a process, in ticks since the boot; None: there is none."""
+    """The start time of a process, in ticks since the boot; None: there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, cast
 
 import msgspec
 
@@ -33,7 +33,6 @@ from .docker import (
     PULL_SECONDS,
     ContainerKey,
     Engine,
-    PoolRules,
     bundle,
     command,
     key_of,
@@ -63,40 +62,38 @@ _bundle = lru_cache(16)(bundle)
 
 
 class NoContainer(Exception):
-    """There is no container; `image_missing`: the engine does not have its image."""
-
     def __init__(self, reason: str, *, image_missing: bool = False) -> None:
         super().__init__(reason)
         self.image_missing = image_missing
 
 
 class Child:
-    """A command of the engine that runs; its end, and the end of what it said, are reported.
+    """A command of the engine that runs; its end, and the end of its errors, are reported.
 
     Args:
         then: called with its exit status.
-        talks: its input and output are pipes; else only its errors are.
+        talks: its input and output are pipes, too.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        argv: list[str],
-        variables: dict[str, str],
+        engine: Engine,
+        words: list[str],
         seconds: float,
         then: Callable[[int], None],
         *,
         talks: bool = False,
     ) -> None:
         ours = os.getpid()
-        self.argv = argv
+        self.argv = [engine.program, *words]
         self._selector = selector
         self._then = then
         self.expires = time.monotonic() + seconds
         self.said = b""
         self.process = subprocess.Popen(
-            argv,
-            env=variables,
+            self.argv,
+            env=engine.variables,
             stdin=subprocess.PIPE if talks else subprocess.DEVNULL,
             stdout=subprocess.PIPE if talks else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -104,50 +101,54 @@ class Child:
             start_new_session=True,
             preexec_fn=lambda: linux.die_with(ours, signal.SIGKILL),
         )
-        assert self.process.stderr is not None
+        self._stderr = cast(IO[bytes], self.process.stderr)
         self._pidfd = os.pidfd_open(self.process.pid)
-        selector.register(self.process.stderr, selectors.EVENT_READ, self._hear)
+        selector.register(self._stderr, selectors.EVENT_READ, self._hear)
         selector.register(self._pidfd, selectors.EVENT_READ, self._ended)
 
     def _hear(self) -> None:
-        assert self.process.stderr is not None
-        data = os.read(self.process.stderr.fileno(), _KEPT_BYTES)
+        data = os.read(self._stderr.fileno(), _KEPT_BYTES)
         self.said = (self.said + data)[-_KEPT_BYTES:]
         if not data:
-            self._selector.unregister(self.process.stderr)
-            self.process.stderr.close()
+            self._selector.unregister(self._stderr)
+            self._stderr.close()
 
     def _ended(self) -> None:
-        stderr = self.process.stderr
-        assert stderr is not None
-        if not stderr.closed:  # a process that it left may hold the other end
-            os.set_blocking(stderr.fileno(), False)
+        if not self._stderr.closed:  # a process that it left may hold the other end
+            os.set_blocking(self._stderr.fileno(), False)
             with contextlib.suppress(BlockingIOError):
-                while not stderr.closed:
+                while not self._stderr.closed:
                     self._hear()
-        if not stderr.closed:
-            self._selector.unregister(stderr)
-            stderr.close()
+        if not self._stderr.closed:
+            self._selector.unregister(self._stderr)
+            self._stderr.close()
         self._selector.unregister(self._pidfd)
         os.close(self._pidfd)
         self._then(self.process.wait())
 
 
-@dataclass(eq=False)
-class Container:
-    """A container from its start to its end."""
+class Container(Child):
+    """A container from its start to its end; talks by `stdin` and `stdout`."""
 
-    name: str
-    key: ContainerKey
-    unsent: memoryview
-    child: Child | None = None
-    ready: bool = False
-    ending: int = 0
-
-    @property
-    def running(self) -> Child:
-        assert self.child is not None
-        return self.child
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        engine: Engine,
+        name: str,
+        key: ContainerKey,
+        then: Callable[[Container, int], None],
+    ) -> None:
+        self.name = name
+        self.key = key
+        self.unsent = memoryview(_bundle(key.preload))
+        self.ready = False
+        self.ending = 0
+        words = command(engine, name, key, start_words(key.preload, self.unsent))
+        super().__init__(
+            selector, engine, words, _START_SECONDS, lambda status: then(self, status), talks=True
+        )
+        self.stdin = cast(IO[bytes], self.process.stdin)
+        self.stdout = cast(IO[bytes], self.process.stdout)
 
 
 @dataclass(eq=False)
@@ -167,11 +168,10 @@ class _Use:
 
 
 class Pool:
-    """See the module."""
+    """The containers of one maker: those that start, are kept warm, and are in use."""
 
-    def __init__(self, engine: Engine, rules: PoolRules, selector: selectors.BaseSelector) -> None:
+    def __init__(self, engine: Engine, selector: selectors.BaseSelector) -> None:
         self._engine = engine
-        self._rules = rules
         self._selector = selector
         self._waiting: list[Wanted] = []
         self._starting: list[Container] = []
@@ -180,36 +180,31 @@ class Pool:
         """Taken, or on their way out."""
         self._uses: dict[ContainerKey, _Use] = {}
         self._images: set[str] = {engine.image}
-        """Images that the engine has."""
         self._asked: dict[str, Child] = {}
         """By image: a command that looks for it, or fetches it."""
         self._next_start = 0.0
         self._quiet_at = 0.0
 
     def want(self, wanted: Wanted) -> None:
-        """Gives the sandbox a container as soon as there is one."""
         use = self._uses.setdefault(wanted.key, _Use())
         use.times, use.last = use.times + 1, time.monotonic()
         self._waiting.append(wanted)
         self.tend()
 
     def give_up(self, wanted: Wanted) -> None:
-        """No request waits for it any more."""
         if wanted in self._waiting:
             self._waiting.remove(wanted)
 
     def returned(self, container: Container) -> None:
         """Its sandbox is closed: ends it, unless it is about to end by itself."""
-        container.running.expires = min(
-            container.running.expires, time.monotonic() + _LINGER_SECONDS
-        )
+        container.expires = min(container.expires, time.monotonic() + _LINGER_SECONDS)
 
     def kill(self, container: Container) -> None:
         """Ends a container that does not end by itself."""
         container.ending += 1
-        container.running.expires = time.monotonic() + _END_SECONDS
+        container.expires = time.monotonic() + _END_SECONDS
         if container.ending > 1:  # the engine did not do it
-            container.running.process.kill()
+            container.process.kill()
             return
         self._command(["kill", container.name], _END_SECONDS, lambda _: None)
 
@@ -217,9 +212,9 @@ class Pool:
         """Until `tend` has something to do; None: until something happens."""
         now = time.monotonic()
         times = [child.expires for child in self._asked.values()]
-        times += [each.running.expires for each in (*self._starting, *self._others)]
+        times += [each.expires for each in (*self._starting, *self._others)]
         times += [use.last + _WARM_SECONDS for use in self._uses.values()]
-        if len(self._starting) < self._rules.starts:
+        if len(self._starting) < self._engine.starts:
             if self._waiting or self._lacking():
                 times.append(self._next_start)
             times.append(self._quiet_at if self._quiet_at > now else float("inf"))
@@ -241,7 +236,7 @@ class Pool:
                 self._waiting.remove(wanted)
                 self._warm.remove(found)
                 self._others.append(found)
-                found.running.expires = float("inf")
+                found.expires = float("inf")
                 self._quiet_at = time.monotonic() + _QUIET_SECONDS
                 wanted.give(found)
 
@@ -263,62 +258,48 @@ class Pool:
                 self._start(wanted.key)
 
     def _may_start(self) -> bool:
-        if len(self._starting) >= self._rules.starts:
+        if len(self._starting) >= self._engine.starts:
             return False
         return time.monotonic() >= self._next_start
 
     def _start(self, key: ContainerKey) -> None:
         now = time.monotonic()
-        self._next_start = max(now, self._next_start) + 1.0 / self._rules.starts_per_second
-        sent = _bundle(key.preload)
-        name = f"{self._rules.prefix}-{uuid.uuid4().hex[:12]}"
-        container = Container(name, key, memoryview(sent))
-        argv = command(self._engine, name, key, start_words(key.preload, sent))
-        then = partial(self._ended, container)
+        self._next_start = max(now, self._next_start) + 1.0 / self._engine.starts_per_second
+        name = f"{self._engine.prefix}-{uuid.uuid4().hex[:12]}"
         try:
-            container.child = Child(
-                self._selector, argv, self._engine.variables, _START_SECONDS, then, talks=True
-            )
+            container = Container(self._selector, self._engine, name, key, self._ended)
         except OSError as error:  # no process, no memory, no descriptor
             self._refuse(NoContainer(str(error)), lambda wanted: wanted.key == key, 1)
             return
         self._starting.append(container)
-        process = container.child.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(container.stdin.fileno(), False)
         send, hear = partial(self._send, container), partial(self._hear, container)
-        self._selector.register(process.stdin, selectors.EVENT_WRITE, send)
-        self._selector.register(process.stdout, selectors.EVENT_READ, hear)
+        self._selector.register(container.stdin, selectors.EVENT_WRITE, send)
+        self._selector.register(container.stdout, selectors.EVENT_READ, hear)
 
     def _send(self, container: Container) -> None:
-        stdin = container.running.process.stdin
-        assert stdin is not None
         try:
-            done = os.write(stdin.fileno(), container.unsent)
+            done = os.write(container.stdin.fileno(), container.unsent)
         except BlockingIOError:
             return
         except OSError:  # it has ended; its end is reported
             done = len(container.unsent)
         container.unsent = container.unsent[done:]
         if not container.unsent:
-            self._selector.unregister(stdin)
-            os.set_blocking(stdin.fileno(), True)
+            self._selector.unregister(container.stdin)
+            os.set_blocking(container.stdin.fileno(), True)
 
     def _hear(self, container: Container) -> None:
-        stdout = container.running.process.stdout
-        assert stdout is not None
-        self._selector.unregister(stdout)
-        container.ready = os.read(stdout.fileno(), 1) == CONTAINER_READY
+        self._selector.unregister(container.stdout)
+        container.ready = os.read(container.stdout.fileno(), 1) == CONTAINER_READY
         if container.ready and container in self._starting:
             self._starting.remove(container)
             self._warm.append(container)
-            container.running.expires = float("inf")
+            container.expires = float("inf")
 
     def _ended(self, container: Container, status: int) -> None:
-        process = container.running.process
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None and not pipe.closed:
+        for pipe in (container.stdin, container.stdout):
+            if not pipe.closed:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(pipe)
                 pipe.close()
@@ -328,8 +309,8 @@ class Pool:
         if container in self._starting:
             self._starting.remove(container)
             self._images.discard(container.key.image)  # perhaps that is why
-            key, child = container.key, container.running
-            said = last_line(child.said) or f"{child.argv[0]} ended with {status}"
+            key = container.key
+            said = last_line(container.said) or f"{container.argv[0]} ended with {status}"
             self._uses.pop(key, None)
             self._refuse(NoContainer(said), lambda wanted: wanted.key == key, 1)
 
@@ -344,7 +325,7 @@ class Pool:
         child = self._asked.pop(image)
         if status == 0:
             self._images.add(image)
-        elif self._rules.pull == "missing" and child.argv[1] != "pull":
+        elif self._engine.pull == "missing" and child.argv[1] != "pull":
             then = partial(self._looked, image)
             self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
         else:
@@ -355,9 +336,8 @@ class Pool:
     def _command(
         self, words: list[str], seconds: float, then: Callable[[int], None], image: str = ""
     ) -> None:
-        argv = [self._engine.program, *words]
         try:
-            child = Child(self._selector, argv, self._engine.variables, seconds, then)
+            child = Child(self._selector, self._engine, words, seconds, then)
         except OSError as error:
             if image:
                 reason = NoContainer(str(error))
@@ -374,15 +354,15 @@ class Pool:
         Where each task has an image of its own, a kind is used a few times only, and what was
         started in advance for it would be started for nothing.
         """
-        now, room, targets = time.monotonic(), self._rules.most_warm, {}
+        now, room, targets = time.monotonic(), self._engine.most_warm, {}
         for key, use in sorted(self._uses.items(), key=lambda item: -item[1].last):
             deserved = use.times // _USES_FOR_ONE if now - use.last < _WARM_SECONDS else 0
-            targets[key] = min(self._rules.warm, room, deserved)
+            targets[key] = min(self._engine.warm, room, deserved)
             room -= targets[key]
         return targets
 
     def _unused(self, key: ContainerKey) -> int:
-        """Returns how many of a kind are warm, or will be when all who wait have one."""
+        """How many of a kind are warm, or will be when all who wait have one."""
         all_of_it = sum(each.key == key for each in (*self._warm, *self._starting))
         return all_of_it - sum(wanted.key == key for wanted in self._waiting)
 
@@ -401,29 +381,24 @@ class Pool:
                 self._warm.remove(container)
                 self._others.append(container)
                 self._hang_up(container)
-        for key in [key for key, use in self._uses.items() if self._is_old(use)]:
-            del self._uses[key]
+        old = time.monotonic() - _WARM_SECONDS
+        self._uses = {key: use for key, use in self._uses.items() if use.last > old}
         if not self._waiting:
             for key in self._lacking():
                 if self._may_start():
                     self._start(key)
 
-    def _is_old(self, use: _Use) -> bool:
-        return time.monotonic() - use.last >= _WARM_SECONDS
-
     # Ending.
 
     def _hang_up(self, container: Container) -> None:
         """The end of its input ends the in-sandbox server, and so the container."""
-        stdin = container.running.process.stdin
-        assert stdin is not None
-        stdin.close()
+        container.stdin.close()
         self.returned(container)
 
     def _expire(self) -> None:
         now = time.monotonic()
         for container in [*self._starting, *self._others]:
-            if now > container.running.expires:
+            if now > container.expires:
                 self.kill(container)
         for child in self._asked.values():
             if now > child.expires:
@@ -437,16 +412,12 @@ _KILL_SECONDS = 6.0
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a maker, passed as JSON; see `zygote.Boot`."""
-
     control_fd: int
     supervisor_pid: int
     engine: Engine
-    rules: PoolRules
 
 
 def main(boot_json: str) -> None:
-    """Runs a maker until the supervisor ends."""
     boot = msgspec.json.decode(boot_json, type=Boot)
     control = socket.socket(fileno=boot.control_fd)
     linux.die_with(boot.supervisor_pid, signal.SIGKILL)
@@ -460,7 +431,7 @@ class _Maker:
         self._control = control
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ, self._fork)
-        self._pool = Pool(boot.engine, boot.rules, self._selector)
+        self._pool = Pool(boot.engine, self._selector)
         self._wanted: dict[socket.socket, Wanted] = {}
         self._given: dict[socket.socket, Container] = {}
 
@@ -525,19 +496,13 @@ class _Maker:
                 relay.send(json.dumps([kind, str(found)]).encode())
             return
         self._given[relay] = found
-        process = found.running.process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin, process.stdout, contextlib.suppress(OSError):
-            pipes = [process.stdin.fileno(), process.stdout.fileno()]
+        with found.stdin, found.stdout, contextlib.suppress(OSError):
+            pipes = [found.stdin.fileno(), found.stdout.fileno()]
             socket.send_fds(relay, [b'["container"]'], pipes)
 
 
 def _serve(channel_fd: int, asking_fd: int, engine: Engine, maker_pid: int) -> NoReturn:
-    """Runs a relay; ends the process.
-
-    Failures are written to standard error; the client sees that its sandbox is lost.
-    """
+    """Failures are written to standard error; the client sees that its sandbox is lost."""
     status = 1
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -587,7 +552,7 @@ def _relay(channel: socket.socket, asking: socket.socket, engine: Engine) -> Non
 
 
 def _hear_spec(channel: socket.socket) -> tuple[bytes, dict[str, Any]]:
-    """Returns the bytes that the client sent up to its set-up request, and its spec, by name."""
+    """The bytes that the client sent up to its set-up request, and its spec, by name."""
     frames, heard = Frames(), bytearray()
     while True:
         data = channel.recv(_CHUNK)

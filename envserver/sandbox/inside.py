@@ -23,6 +23,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import linux
 from .backend import Backend
@@ -30,10 +31,8 @@ from .program import MB, Program, become
 from .usage import Accounts, Totals, sample
 from .wire import MAX_FRAME_BYTES, Frames, encode
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import tarfile
-    from typing import Any, NoReturn
 
 
 FIRST_LOOK_SECONDS = 0.005
@@ -66,11 +65,8 @@ class _Output:
 
 
 class Execution:
-    """Runs `program` once; its usage is added to `totals`.
-
-    Args:
-        stdin: the program's input, or a socket for its input and output.
-    """
+    """Runs `program` once; its usage is added to `totals`. `stdin`: input, or a socket for input
+    and output."""
 
     def __init__(
         self,
@@ -85,6 +81,7 @@ class Execution:
         self._stdin = stdin
         self._backend = backend
         self._totals = totals
+        self._keep = int(program.limits["output_kb"]) * 1024
         self._used = Totals(executions=1)
         self._killed_by = ""
         self._accounts = accounts
@@ -97,9 +94,8 @@ class Execution:
         self._killed_by = "cancelled"
 
     def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
-        """Runs the program until it and all processes that it started have ended."""
-        keep = int(self._limits["output_kb"]) * 1024
-        self._outputs = [_Output(keep), _Output(keep)]
+        """Until the program and all processes that it started have ended."""
+        self._outputs = [_Output(self._keep), _Output(self._keep)]
         began = time.monotonic()
         pid = self._fork()
         pidfd = os.pidfd_open(pid)
@@ -135,7 +131,6 @@ class Execution:
         channel: int,
         asked_to_cancel: Callable[[], bool],
     ) -> None:
-        """Waits until the program has ended or must be killed."""
         poll = select.poll()
         for descriptor in (pidfd, channel, *(output.reading for output in self._outputs)):
             poll.register(descriptor, select.POLLIN)
@@ -160,12 +155,8 @@ class Execution:
                         self._killed_by = "cancelled"
                 elif not by_descriptor[descriptor].take():
                     poll.unregister(descriptor)
-            if max(o.total for o in self._outputs) > self._kept_bytes * OUTPUT_KILL_FACTOR:
+            if max(o.total for o in self._outputs) > self._keep * OUTPUT_KILL_FACTOR:
                 self._killed_by = "output"
-
-    @property
-    def _kept_bytes(self) -> int:
-        return int(self._limits["output_kb"]) * 1024
 
     def _look(self) -> None:
         limits, used = self._limits, self._used
@@ -187,7 +178,7 @@ class Execution:
                 self._killed_by = self._killed_by or reason
 
     def _bury(self, pid: int) -> tuple[int, resource.struct_rusage]:
-        """Returns the exit status; kills the program's other processes and reads their output."""
+        """Kills the program's other processes and reads their output."""
         _, status, usage = os.wait4(pid, 0)
         self._backend.kill()
         until = time.monotonic() + _DRAIN_SECONDS
@@ -237,7 +228,7 @@ class Execution:
 
 
 def _readable(data: bytes) -> int:
-    """Returns a descriptor for reading `data`, sealed so that programs cannot write to it."""
+    """Sealed, so that programs cannot write to it."""
     descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
@@ -251,12 +242,10 @@ _LONGEST_PLACE = 4096
 _BACKLOG = 64
 
 
-class Refused(Exception):
-    """An invalid request."""
+class Refused(Exception): ...
 
 
 def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoReturn:
-    """Runs the in-sandbox server; ends the process."""
     status = 1
     backend = None
     try:
@@ -280,7 +269,7 @@ def serve(channel: socket.socket, make_backend: Callable[[], Backend]) -> NoRetu
 
 
 def _hang_up(channel: socket.socket) -> None:
-    """Closes the channel from a signal handler: an exception there could interrupt the clean-up."""
+    """For a signal handler: an exception there could interrupt the clean-up."""
     try:
         channel.shutdown(socket.SHUT_RDWR)
     except OSError:  # it is closed already
@@ -298,7 +287,6 @@ class _Server:
         self._env: dict[str, str] = {}
         self._limits: dict[str, Any] = {}
         self._handing_out: list[int] = []
-        """Descriptors that go with the next answer."""
         self._starting: Execution | None = None
         self._ended: dict[str, Any] = {}
 
@@ -310,7 +298,7 @@ class _Server:
             if request[0] == "cancel":  # its program has ended meanwhile
                 continue
             try:
-                answer = self._answer(request)
+                answer = ["ok", self._perform(request)]
             except Refused as error:
                 answer = ["error", "input", str(error)]
             except OSError as error:
@@ -323,29 +311,27 @@ class _Server:
                 execution, self._starting = self._starting, None
                 self._ended = self._run(execution)
 
-    def _answer(self, request: list[Any]) -> list[Any]:
+    def _perform(self, request: list[Any]) -> Any:
         match request:
+            case ["run", dict() as program]:
+                return self._run_program(program)
+            case ["read", str() as path, int() as most]:
+                return _read(self._place(path), most)
+            case ["total"]:
+                return self._totals.as_record()
+            case ["ended"]:
+                return self._ended
             case ["setup", dict() as spec]:
                 self._set_up(spec)
-                return ["ok", None]
-            case ["run", dict() as program]:
-                return ["ok", self._run_program(program)]
-            case ["read", str() as path, int() as most]:
-                return ["ok", _read(self._place(path), most)]
             case ["write", str() as path, bytes() as data]:
                 _write(self._place(path), data)
-                return ["ok", None]
-            case ["total"]:
-                return ["ok", self._totals.as_record()]
             case ["lead_out"]:
                 self._lead_out()
-                return ["ok", None]
             case ["start", dict() as program]:
                 self._start(program)
-                return ["ok", None]
-            case ["ended"]:
-                return ["ok", self._ended]
-        raise ValueError(f"an unknown request {request[0]!r}")
+            case _:
+                raise ValueError(f"an unknown request {request[0]!r}")
+        return None
 
     def _set_up(self, spec: dict[str, Any]) -> None:
         self._limits = spec["limits"]
@@ -379,7 +365,7 @@ class _Server:
         return self._run(self._execution(program, wanted["stdin"]))
 
     def _start(self, wanted: dict[str, Any]) -> None:
-        """Prepares an interactive program; it may run for `wall_seconds`, unlike others."""
+        """The program may run for `wall_seconds`, unlike others."""
         program = Program(
             argv=wanted["argv"],
             code=None,
@@ -428,7 +414,7 @@ class _Server:
         self._channel.sendall(frame)
 
     def _place(self, path: str) -> str:
-        """Returns `path` as the server sees it; relative ones and those below /work: workspace."""
+        """`path` as the server sees it; relative ones and those below /work: workspace."""
         if "\0" in path:
             raise Refused("a path contains a NUL character")
         if path == "/work" or path.startswith("/work/"):
@@ -443,7 +429,7 @@ def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, An
 
 
 def _read(path: str, most: int) -> bytes:
-    """Reads at most `most` bytes of a file without blocking (on a FIFO or a device)."""
+    """Without blocking, as on a FIFO or a device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     with os.fdopen(descriptor, "rb") as file:
         _check_regular(descriptor, path)

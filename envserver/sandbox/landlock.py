@@ -1,8 +1,7 @@
 """Landlock: a process gives up access to files, connections and signals for good.
 
 It needs no privileges. It does not hide names, counts nothing, and ignores sockets with a path
-(before its version 9). So it is combined with a filter of system calls, limits and a watcher. Linux
-only.
+(before its version 9). So it is combined with a filter of system calls, limits and a watcher.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def abi() -> int:
-    """Returns the kernel's Landlock version; 0 if it is absent or turned off."""
+    """The kernel's Landlock version; 0 if it is absent or turned off."""
     version: int = _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _ASK_VERSION)
     return max(0, version)
 

@@ -46,12 +46,8 @@ _capability_header = ctypes.create_string_buffer(struct.pack("Ii", _CAPABILITIES
 
 
 def lower_limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Limits a resource of this process (`resource.RLIMIT_...`), where the machine's own limit is
-    not lower.
-
-    Args:
-        hard: None: as `soft`.
-    """
+    """Sets `resource.RLIMIT_...`, where the machine's own limit is not lower; `hard` None: as
+    `soft`."""
     most = resource.getrlimit(kind)[1]
     wanted = (soft, soft if hard is None else hard)
     if most != resource.RLIM_INFINITY:
@@ -117,7 +113,7 @@ def pivot_root(root: str) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """Waits for a child, and reaps all others that end before it; returns its exit status."""
+    """Also reaps all other children that end before it; returns its exit status."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:
@@ -125,7 +121,6 @@ def wait_for(pid: int) -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one argument."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
 
 

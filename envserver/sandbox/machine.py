@@ -1,9 +1,7 @@
 """A machine that makes sandboxes for remote clients: each connection is one sandbox.
 
-In: a link to a client (`api/sandboxes.py` makes it of a WebSocket). Out: sandboxes of a
-`SandboxMaker`. Invariants: at most `sandboxes` are open, and at most `room` programs run;
-further requests wait in order; a sandbox ends with its link; a client names no sandbox, so it
-cannot name another's.
+Invariants: at most `sandboxes` are open, and at most `room` programs run; further requests wait in
+order; a sandbox ends with its link; a client names no sandbox, so it cannot name another's.
 """
 
 from __future__ import annotations
@@ -27,26 +25,14 @@ from .machine_messages import (
     MachineBusy,
     Opened,
     Outside,
-    Pass,
     Problem,
     Request,
-    StartProgram,
     framed,
     problem_of,
 )
-from .maker import InteractiveProgram, InteractiveSandbox, SandboxMaker
-from .requests import (
-    Exec,
-    Read,
-    RunPython,
-    Send,
-    Write,
-    cut_down,
-    execute,
-    execute_python,
-    plain,
-    variables,
-)
+from .maker import SandboxMaker
+from .requests import cut_down, plain, variables
+from .served import ServedSandbox, decoded
 from .wire import MAX_FRAME_BYTES
 
 _OPEN_SECONDS = 60.0
@@ -59,7 +45,6 @@ _MOST_HELD = 2
 _MOST_WAITING_BYTES = 1 << 30
 """Maximum size of the files for sandboxes that wait for a place, unless only one waits."""
 _MOST_PRELOADED = 32
-_LONGEST_READ = 64 << 20
 _MOST = {"output_kb": 32 << 10, "input_kb": 64 << 10, "open_files": 1 << 16, "inodes": 1 << 20}
 """Maximum limits that are not settings. This process has input and output in memory."""
 
@@ -72,9 +57,7 @@ class SandboxMachine:
     """Serves sandboxes to clients.
 
     Args:
-        maker: makes the sandboxes; open for as long as this object.
-        backend: its name, for clients.
-        sandboxes: maximum open sandboxes.
+        maker: open for as long as this object.
         room: maximum programs that run at a time; interactive programs do not count.
         most: maximum limits of a sandbox, by name; a spec above is refused.
     """
@@ -125,11 +108,7 @@ class SandboxMachine:
 
     @contextlib.asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Waits for the place of a sandbox.
-
-        Args:
-            size: bytes that the request for it keeps in memory.
-        """
+        """Waits for the place of a sandbox. `size`: bytes that its request keeps in memory."""
         if self.draining:
             raise MachineBusy("This machine is about to stop.")
         waiting = self._places.waiting
@@ -182,14 +161,10 @@ class _Conversation:
     def __init__(self, machine: SandboxMachine, link: FramedLink) -> None:
         self._machine = machine
         self._link = link
-        self._sandbox: InteractiveSandbox | None = None
-        self._limits = SandboxLimits()
-        self._program: InteractiveProgram | None = None
+        self._served: ServedSandbox | None = None
         self._outside = Outside()
         self._work: dict[int, asyncio.Task[None]] = {}
-        self._living: set[asyncio.Task[None]] = set()
         self._held = 0
-        """Bytes of the requests in `_work`."""
         self._most_held = 0
         self._answered = asyncio.Event()
         self._over = asyncio.Event()
@@ -243,18 +218,17 @@ class _Conversation:
                 await self._answered.wait()
 
     async def _hold(self, number: int, word: str, raw: bytes) -> None:
-        """Keeps the sandbox open until it is over."""
         try:
             spec = self._spec(word, raw)
             async with self._machine.place(len(raw)), self._machine.maker.open(spec) as sandbox:
-                self._sandbox, self._limits = sandbox, spec.limits
+                self._served = ServedSandbox(sandbox, spec.limits)
                 self._link.accept_at_most(most := _most_bytes(spec.limits))
                 self._most_held = _MOST_HELD * most
                 await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
                 await self._over.wait()
                 await self._end_work()
         except Exception as error:  # noqa: BLE001 - the client gets it; ours is logged
-            await self._tell(number if self._sandbox is None else self._closing, error)
+            await self._tell(number if self._served is None else self._closing, error)
         else:
             if self._closing is not None:
                 await self._say(self._closing, "ok", None)
@@ -264,7 +238,7 @@ class _Conversation:
     def _spec(self, word: str, raw: bytes) -> SandboxSpec:
         if word != "open":
             raise InputError("A connection must begin with `open`.")
-        spec: SandboxSpec = _decoded(word, raw)
+        spec: SandboxSpec = decoded(word, raw, BODIES)
         limits = cut_down(spec.limits, spec.limits)  # checks them
         for name, most in self._machine.most.items():
             if getattr(limits, name) > most:
@@ -282,10 +256,11 @@ class _Conversation:
 
     async def _end_work(self) -> None:
         self._outside.close()
-        for work in (*self._work.values(), *self._living):
-            if not work.cancelling():
-                work.cancel()
-        await asyncio.gather(*self._work.values(), *self._living, return_exceptions=True)
+        tasks = [*self._work.values(), *(self._served.life if self._served else ())]
+        for task in tasks:
+            if not task.cancelling():
+                task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _answer(self, number: int, word: str, raw: bytes) -> None:
         try:
@@ -312,69 +287,34 @@ class _Conversation:
             await self._link.send(framed(number, word, value))
 
     async def _done(self, word: str, raw: bytes) -> Any:
-        sandbox = self._sandbox
-        if sandbox is None:
+        served = self._served
+        if served is None:
             raise InputError("The sandbox is not open yet.")
-        body = _decoded(word, raw) if word in BODIES else None
-        match word, body:
-            case "exec", Exec():
-                return await self._machine.run(lambda: execute(sandbox, body, self._limits))
-            case "python", RunPython():
-                return await self._machine.run(lambda: execute_python(sandbox, body, self._limits))
-            case "read", Read():
-                if not 0 <= body.max_bytes <= _LONGEST_READ:
-                    raise InputError(f"max_bytes must be from 0 to {_LONGEST_READ}.")
-                return await sandbox.read(plain(body.path), body.max_bytes)
-            case "write", Write():
-                return await sandbox.write(plain(body.path), body.data)
-            case "total", None:
-                return await sandbox.total()
-            case "start", StartProgram():
-                return await self._start(sandbox, body)
-            case "send", Send():
-                return await self._talking().send(body.data)
-            case "receive", None:
-                return await self._talking().receive()
-            case "ended", None:
-                return await self._talking().end()
-            case "lead_out", None:
-                return await self._outside.lead_out(sandbox)
-            case "accept", None:
+        body = decoded(word, raw, BODIES)
+        match word:
+            case "exec" | "python":
+                return await self._machine.run(lambda: served.perform(word, body))
+            case "start":
+                if not body.argv or not body.wall_seconds > 0:
+                    raise InputError("A program needs a command, and a time to run.")
+                return await served.start(body, body.wall_seconds)
+            case "ended":
+                return await served.program.end()
+            case "lead_out":
+                return await self._outside.lead_out(served.sandbox)
+            case "accept":
                 return await self._outside.accept()
-            case "pass", Pass():
+            case "pass":
                 return await self._outside.send(body.number, body.data)
-            case "take", int():
+            case "take":
                 return await self._outside.receive(body)
-        raise InputError(f"A sandbox cannot {word[:40]!r}.")
-
-    async def _start(self, sandbox: InteractiveSandbox, asked: StartProgram) -> None:
-        if self._program is not None:
-            raise InputError("A program was started in this sandbox before.")
-        if not asked.argv or not asked.wall_seconds > 0:
-            raise InputError("A program needs a command, and a time to run.")
-        argv = [plain(text) for text in asked.argv]
-        self._program = InteractiveProgram(sandbox, argv, variables(asked.env), asked.wall_seconds)
-        living = asyncio.create_task(self._program.live())
-        self._living.add(living)
-        await self._program.started()
-
-    def _talking(self) -> InteractiveProgram:
-        if self._program is None:
-            raise InputError("No program was started in this sandbox.")
-        return self._program
+        return await served.perform(word, body)
 
 
 async def _ended(task: asyncio.Task[T]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-
-
-def _decoded(word: str, raw: bytes) -> Any:
-    try:
-        return msgspec.msgpack.decode(raw, type=BODIES[word])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"This is not a valid sandbox request: {error}.") from None
 
 
 def _number(raw: bytes) -> int:
@@ -385,6 +325,6 @@ def _number(raw: bytes) -> int:
 
 
 def _most_bytes(limits: SandboxLimits) -> int:
-    """Returns the size of the largest request that such a sandbox could take."""
+    """The size of the largest request that such a sandbox could take."""
     files, inputs = (limits.disk_mb + 1) << 20, (limits.input_kb << 10) + (1 << 20)
     return min(max(files, inputs), MAX_FRAME_BYTES)

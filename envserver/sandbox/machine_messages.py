@@ -6,14 +6,7 @@ Binary messages carry a stream of frames (4 bytes of length, then MessagePack), 
     machine    [number, "ok", value]  or  [number, "error", Problem]
 
     open       SandboxSpec -> Opened    comes first
-    exec       Exec -> ExecResult
-    python     RunPython -> ExecResult
-    read       Read -> bytes
-    write      Write -> None
-    total      None -> SandboxUsage
     start      StartProgram -> None     the only program of this sandbox
-    send       Send -> None             input of the program
-    receive    None -> Received         waits for output, or the program's end
     ended      None -> ExecResult       ends the program if it still runs
     lead_out   None -> bool             whether its programs have an HTTP proxy from now on
     accept     None -> int              waits until a program connects to the proxy
@@ -22,8 +15,8 @@ Binary messages carry a stream of frames (4 bytes of length, then MessagePack), 
     close      None -> None             when all its processes are gone
     cancel     int                      gives a request up; that is answered "cancelled"
 
-Requests may overlap; each side sends the next piece of a stream when the one before was answered,
-so nothing piles up.
+and exec, python, read, write, total, send, receive: see `requests`. Requests may overlap; each side
+sends the next piece of a stream when the one before was answered, so nothing piles up.
 """
 
 from __future__ import annotations
@@ -51,8 +44,11 @@ from envserver_records.waiting import cancel_and_wait
 
 from ..proxy.egress import Closable, OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
+from . import requests
 from .maker import InteractiveSandbox
-from .requests import Exec, Read, Received, RunPython, Send, Write
+from .requests import Received, Start
+from .served import PIECE_BYTES as PUMPED_BYTES
+from .served import read_from, write_to
 from .wire import MAX_FRAME_BYTES
 
 PROTOCOL: Final = 1
@@ -69,7 +65,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         sandboxes: maximum sandboxes at a time; `open` are taken, `waiting` requests want one.
         room: maximum programs that run at a time; `running` do, `queued` wait.
-        draining: it takes no more sandboxes.
     """
 
     protocol: int = PROTOCOL
@@ -84,17 +79,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A sandbox is open: its backend, and the machine's load with it."""
-
     isolation: str
     load: Load
 
 
-class StartProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `InteractiveSandbox.start`."""
-
-    argv: list[str]
-    env: dict[str, str]
+class StartProgram(Start, frozen=True, kw_only=True):
     wall_seconds: float
 
 
@@ -118,18 +107,13 @@ class MachineBusy(SandboxUnavailable):
 
 
 BODIES: Final[dict[str, Any]] = {
+    **requests.BODIES,
     "open": SandboxSpec,
-    "exec": Exec,
-    "python": RunPython,
-    "read": Read,
-    "write": Write,
     "start": StartProgram,
-    "send": Send,
     "pass": Pass,
     "take": int,
     "cancel": int,
 }
-"""Type of the body of each word that has one."""
 
 _ERRORS: Final[dict[str, type[EnvserverError]]] = {
     "input": InputError,
@@ -156,7 +140,7 @@ def framed(number: int, word: str, body: object) -> bytes:
 
 
 def problem_of(error: Exception) -> Problem:
-    """Returns the message for `error`; an untyped one is the machine's fault."""
+    """An untyped error is the machine's fault."""
     if isinstance(error, EnvserverError):
         for kind, known in _ERRORS.items():
             if isinstance(error, known):
@@ -171,21 +155,14 @@ def error_of(problem: Problem) -> EnvserverError:
 
 
 class Link(Protocol):
-    """A connection that carries pieces of bytes, in order."""
-
-    async def send(self, piece: bytes) -> None:
-        """Sends a piece, when the connection can take it."""
+    async def send(self, piece: bytes) -> None: ...
 
     async def receive(self) -> bytes:
-        """Returns the next piece; b"" at the end of the connection."""
+        """The next piece; b"" at the end of the connection."""
 
 
 class FramedLink:
-    """Frames over a link.
-
-    Args:
-        max_bytes: largest frame that is accepted.
-    """
+    """Frames of at most `max_bytes` over a link."""
 
     def __init__(self, link: Link, max_bytes: int) -> None:
         self._link = link
@@ -205,7 +182,6 @@ class FramedLink:
                 await self._link.send(frame[begin : begin + PIECE_BYTES])
 
     async def bodies(self) -> AsyncIterator[bytes]:
-        """Yields the bodies of the frames that come, until the end of the connection."""
         while piece := await self._link.receive():
             for body in self._reader.feed(piece):
                 yield body
@@ -214,13 +190,11 @@ class FramedLink:
 # On the machine, `Outside` accepts them; the client asks for the next one, takes and passes bytes,
 # and ends them. So the egress proxy stays where the attempt is, with its rules and its record.
 
-_PIECE_BYTES = 1 << 16
 _MOST_CONNECTIONS = 64
 """Maximum connections of one sandbox; further ones are closed."""
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Ask = Callable[[str, Any, Any], Awaitable[Any]]
-"""Sends a request (word, body) to the machine and returns its answer as a type."""
 
 
 class Outside:
@@ -233,7 +207,6 @@ class Outside:
         self._streams: dict[int, _Streams] = {}
 
     async def lead_out(self, sandbox: InteractiveSandbox) -> bool:
-        """Accepts connections from now on; returns False if the sandbox cannot have any."""
         if self._server is not None:
             raise InputError("This sandbox has a way out already.")
         self._server = await sandbox.lead_out(self._accept)
@@ -251,23 +224,17 @@ class Outside:
         return await self._came.get()
 
     async def send(self, number: int, data: bytes) -> None:
-        """Sends bytes to a program; without any, closes the connection."""
+        """Without any bytes, closes the connection."""
         _, writer = self._streams_of(number)
         if not data:
             del self._streams[number]
             writer.close()
             return
-        with contextlib.suppress(ConnectionError, RuntimeError):  # the program is gone
-            writer.write(data)
-            await writer.drain()
+        await write_to(writer, data)
 
     async def receive(self, number: int) -> bytes:
-        """Returns what a program sends; b"" when it has ended."""
-        reader, _ = self._streams_of(number)
-        try:
-            return await reader.read(_PIECE_BYTES)
-        except ConnectionError:
-            return b""
+        """What a program sends; b"" when it has ended."""
+        return await read_from(self._streams_of(number)[0])
 
     def close(self) -> None:
         if self._server is not None:
@@ -283,12 +250,7 @@ class Outside:
 
 
 class Arrivals:
-    """On the client: serves the connections of the programs of a sandbox, until it is closed.
-
-    Args:
-        ask: asks the sandbox's machine.
-        serve: serves one connection, and closes it.
-    """
+    """On the client: serves the connections of the programs of a sandbox, until it is closed."""
 
     def __init__(self, ask: Ask, serve: OnConnection) -> None:
         self._ask = ask
@@ -296,7 +258,6 @@ class Arrivals:
         self._tasks = {asyncio.create_task(self._accept())}
 
     def close(self) -> None:
-        """Takes no more connections, and ends those that are open."""
         for task in self._tasks:
             task.cancel()
 
@@ -309,29 +270,36 @@ class Arrivals:
                 task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, number: int) -> None:
-        loop = asyncio.get_running_loop()
         ours, theirs = socket_pair()
         reader, writer = await asyncio.open_unix_connection(sock=theirs, limit=MOST_HEAD_BYTES)
         with ours, contextlib.suppress(EnvserverError, OSError):
             serving = asyncio.ensure_future(self._serve(reader, writer))
-            taking = asyncio.create_task(self._take(number, ours))
+            taking = asyncio.create_task(pump_to(ours, lambda: self._ask("take", number, bytes)))
             try:
-                while data := await loop.sock_recv(ours, _PIECE_BYTES):
-                    await self._ask("pass", Pass(number=number, data=data), None)
+                await pump_from(
+                    ours, lambda data: self._ask("pass", Pass(number=number, data=data), None)
+                )
             finally:
                 await cancel_and_wait(taking, serving)
                 await self._ask("pass", Pass(number=number, data=b""), None)
 
-    async def _take(self, number: int, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := await self._ask("take", number, bytes):
-                await loop.sock_sendall(ours, data)
-            ours.shutdown(socket.SHUT_WR)
+
+async def pump_from(ours: socket.socket, send: Callable[[bytes], Awaitable[Any]]) -> None:
+    """Sends what comes from a socket, until it ends."""
+    while data := await asyncio.get_running_loop().sock_recv(ours, PUMPED_BYTES):
+        await send(data)
+
+
+async def pump_to(ours: socket.socket, receive: Callable[[], Awaitable[bytes]]) -> None:
+    """Writes what is received into a socket until there is no more, or the sandbox is gone."""
+    with contextlib.suppress(EnvserverError, OSError):
+        while data := await receive():
+            await asyncio.get_running_loop().sock_sendall(ours, data)
+    with contextlib.suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Returns two connected sockets that do not block."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)

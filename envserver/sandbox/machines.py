@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import random
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -45,6 +44,8 @@ from .machine_messages import (
     StartProgram,
     error_of,
     framed,
+    pump_from,
+    pump_to,
     socket_pair,
 )
 from .maker import RemoteAddress, StartedProgram
@@ -52,7 +53,6 @@ from .requests import AskedSandbox, Read, Received, Send, check_input
 from .wire import MAX_FRAME_BYTES
 
 _GRACE_SECONDS = 10.0
-_PIECE_BYTES = 1 << 16
 
 T = TypeVar("T")
 
@@ -62,11 +62,9 @@ class MachineGone(SandboxUnavailable):
 
 
 class MachineSandbox(AskedSandbox):
-    """A sandbox at the other end of `websocket`; see `maker.InteractiveSandbox`.
+    """A sandbox at the other end of `websocket`, on the machine at `url`.
 
-    Args:
-        url: of its machine.
-        on_lost: is called with the reason if the machine is lost with the sandbox.
+    `on_lost` is called with the reason if the machine is lost with the sandbox.
     """
 
     _names = itertools.count(1)
@@ -91,7 +89,6 @@ class MachineSandbox(AskedSandbox):
         self._reading = asyncio.create_task(self._read_answers(), name="remote-sandbox")
 
     async def set_up(self, spec: SandboxSpec) -> Opened:
-        """Waits until the machine has made the sandbox."""
         self._limits = spec.limits
         try:
             opened = await self.ask("open", spec, Opened)
@@ -114,8 +111,10 @@ class MachineSandbox(AskedSandbox):
         stdio, ours = socket_pair()
         program = StartedProgram(stdio)
         pumping = (
-            asyncio.create_task(self._pass_input(ours)),
-            asyncio.create_task(self._pass_output(ours)),
+            asyncio.create_task(
+                pump_from(ours, lambda data: self.ask("send", Send(data=data), type(None)))
+            ),
+            asyncio.create_task(pump_to(ours, self._receive)),
         )
         try:
             yield program
@@ -136,28 +135,13 @@ class MachineSandbox(AskedSandbox):
         await cancel_and_wait(self._reading)
         await self._websocket.close()
 
-    async def _pass_input(self, ours: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := await loop.sock_recv(ours, _PIECE_BYTES):
-                await self.ask("send", Send(data=data), type(None))
-
-    async def _pass_output(self, ours: socket.socket) -> None:
-        """Hands on output until the program has ended, or is lost."""
-        loop = asyncio.get_running_loop()
-        with contextlib.suppress(EnvserverError, OSError):
-            while data := (await self.ask("receive", None, Received)).data:
-                await loop.sock_sendall(ours, data)
-        with contextlib.suppress(OSError):
-            ours.shutdown(socket.SHUT_WR)
+    async def _receive(self) -> bytes:
+        return (await self.ask("receive", None, Received)).data
 
     # Requests and answers
 
     async def ask(self, action: str, body: object, kind: type[T]) -> T:
-        """Sends one request and returns its answer.
-
-        A cancelled request is cancelled on the machine, and its end waited for.
-        """
+        """A cancelled request is cancelled on the machine, and its end waited for."""
         check_input(body, self._limits)
         if self._closed:
             raise SandboxLost("The sandbox is closed.")
@@ -240,8 +224,6 @@ class MachineSandbox(AskedSandbox):
 
 
 class _ClientLink:
-    """See `link.Link`."""
-
     def __init__(self, websocket: aiohttp.ClientWebSocketResponse) -> None:
         self._websocket = websocket
 
@@ -268,8 +250,6 @@ _log = structlog.get_logger("envserver.sandbox")
 
 
 class Machine:
-    """What this process knows of one machine."""
-
     def __init__(self, url: str) -> None:
         self.url = url
         self.load: Load | None = None
@@ -286,13 +266,12 @@ class Machine:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether its load need not be asked for."""
+        """Whether its load need not be requested."""
         now = time.monotonic()
         return now - self._seen_at < _FRESH_SECONDS or now < self._aside_until
 
     @property
     def is_aside(self) -> bool:
-        """Whether it did not answer lately."""
         return time.monotonic() < self._aside_until
 
     def answered(self, load: Load) -> None:
@@ -303,7 +282,6 @@ class Machine:
         self._open_when_seen = self.open
 
     def failed(self, reason: str, count: str = "unreachable") -> None:
-        """Records that it does not answer; it is set aside for some seconds."""
         self.counts[count] += 1
         if not self.problem:
             _log.warning("sandbox_machine_does_not_answer", machine=self.url, reason=reason)
@@ -314,7 +292,7 @@ class Machine:
 
     @property
     def fullness(self) -> float:
-        """Sandboxes that it has or is asked for, per place. Over 1: some wait."""
+        """Sandboxes that it has or is to make, per place. Over 1: some wait."""
         if self.load is None:
             return 0.0
         new = max(0, self.open - self._open_when_seen)
@@ -350,8 +328,8 @@ class Machines:
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[MachineSandbox]:
-        """See `sandbox_interface.Sandboxes.open`. A machine that cannot make it leaves that to
-        another one; what has begun on a machine stays there."""
+        """A machine that cannot make it leaves that to another one; what has begun on a machine
+        stays there."""
         machine, sandbox = await self._made(spec)
         try:
             yield sandbox
@@ -440,7 +418,7 @@ class Machines:
                 machine.failed("it runs another version of envserver")
 
     async def check(self) -> None:
-        """Looks whether there is a machine that answers. Raises ConfigError: there is none."""
+        """Raises ConfigError if no machine answers."""
         await self.look()
         if all(machine.problem for machine in self.known):
             problems = "; ".join(f"{machine.url}: {machine.problem}" for machine in self.known)
@@ -450,7 +428,6 @@ class Machines:
             )
 
     async def watch(self) -> None:
-        """Keeps the loads fresh, until cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(_FRESH_SECONDS)

@@ -1,40 +1,33 @@
 """What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
-(`machines.Machines`), or a user-supplied class (`source.CustomSandboxes`).
-"""
+(`machines.Machines`), or a user-supplied class (`source.CustomSandboxes`); and opening some."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import socket
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from envserver_records.errors import ConfigError, InputError, SandboxLost
+from envserver_records.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
-from .requests import Received
 
 if TYPE_CHECKING:
     import ssl
 
     from ..proxy.egress import Closable, OnConnection
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """Sandbox machines.
-
-    Args:
-        urls: their URLs.
-        token: access token; never shown.
-        ca_certs, certfile: files for TLS; see `SandboxConfig`.
-    """
+    """Sandbox machines. `token` is never shown; `ca_certs`, `certfile`: files for TLS, see
+    `SandboxConfig`."""
 
     urls: tuple[str, ...]
     token: str = field(default="", repr=False)
@@ -43,7 +36,7 @@ class RemoteAddress:
 
     @functools.cache  # noqa: B019 - a process has few addresses
     def tls(self) -> ssl.SSLContext | None:
-        """Returns the TLS settings; None: those of this machine."""
+        """None: the TLS settings of this machine."""
         if not self.ca_certs and not self.certfile:
             return None
         import ssl
@@ -89,8 +82,7 @@ class InteractiveSandbox(Sandbox, Protocol):
         self, argv: Sequence[str], *, env: Mapping[str, str], wall_seconds: float
     ) -> AbstractAsyncContextManager[StartedProgram]:
         """Starts an interactive program; kills it at the end of the block. Other requests wait
-        until then.
-        """
+        until then."""
 
     async def lead_out(self, serve: OnConnection) -> Closable | None:
         """Serves connections of its programs, which from now on take `serve` for their HTTP proxy
@@ -112,91 +104,86 @@ class SandboxMaker(Protocol):
         """Ends all its sandboxes."""
 
 
-_PIECE_BYTES = 1 << 16
-
-
-class InteractiveProgram:
-    """`live` is its whole life, in a task of its own; the rest is for requests.
-
-    Args:
-        seconds: until it is killed.
-    """
-
-    def __init__(
-        self,
-        sandbox: InteractiveSandbox,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        seconds: float,
-    ) -> None:
-        self._sandbox = sandbox
-        self._argv = argv
-        self._env = env
-        self._seconds = seconds
-        self._streams: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-        self._streams = asyncio.get_running_loop().create_future()
-        self._reading = asyncio.Lock()
-        self._over = asyncio.Event()
-        self._hung_up = False
-        self._result: asyncio.Future[ExecResult] = asyncio.get_running_loop().create_future()
-
-    async def live(self) -> None:
-        """Runs the program until it ends, or this task is cancelled."""
-        try:
-            async with self._sandbox.start(
-                self._argv, env=self._env, wall_seconds=self._seconds
-            ) as program:
-                streams = await asyncio.open_unix_connection(sock=program.stdio)
-                self._streams.set_result(streams)
-                try:
-                    await self._over.wait()
-                    program.hung_up = self._hung_up
-                finally:
-                    streams[1].close()
-            assert program.result is not None
-            self._result.set_result(program.result)
-        except BaseException as error:
-            for waited in (self._streams, self._result):
-                if not waited.done():
-                    cause = error if isinstance(error, Exception) else InputError("It was ended.")
-                    waited.set_exception(cause)
-                    waited.exception()  # mark as retrieved: there may be no waiter
-            raise
-
-    async def started(self) -> None:
-        """Waits until the program is ready; raises as `InteractiveSandbox.start`."""
-        await asyncio.shield(self._streams)
-
-    async def send(self, data: bytes) -> None:
-        """Sends input; what a program that has ended does not take is dropped."""
-        _, writer = await asyncio.shield(self._streams)
-        try:
-            writer.write(data)
-            await writer.drain()
-        except (ConnectionError, RuntimeError):
-            return
-
-    async def receive(self) -> Received:
-        reader, _ = await asyncio.shield(self._streams)
-        async with self._reading:
-            try:
-                data = await reader.read(_PIECE_BYTES)
-            except ConnectionError:
-                data = b""
-        if data:
-            return Received(data)
-        self._hung_up = True
-        return Received(result=await self.end())
-
-    async def end(self) -> ExecResult:
-        """Ends the program, unless it has ended or is about to; returns how it ended."""
-        self._over.set()
-        return await asyncio.shield(self._result)
-
-
 async def not_lost(request: Coroutine[Any, Any, T]) -> T:
     """Awaits `request`. Raises SandboxLost: its program was lost with the sandbox."""
     result = await request
     if isinstance(result, ExecResult) and result.killed_by == "lost":
         raise SandboxLost("The sandbox lost the program that ran in it.")
     return result
+
+
+def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
+    if isinstance(address, RemoteAddress):
+        from .machines import Machines  # an HTTP client, which few scorers need
+
+        return Machines(address)
+    if isinstance(address, ForeignAddress):
+        from .source import CustomSandboxes
+
+        return CustomSandboxes(address.reference)
+    from .client import SandboxClient
+
+    return SandboxClient(address)
+
+
+def guarded(
+    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[GuardedSandbox, P], Coroutine[Any, Any, T]]:
+    @functools.wraps(method)
+    async def call(self: GuardedSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self.guard(getattr(self.sandbox, method.__name__)(*args, **kwargs))
+        return result
+
+    return call
+
+
+class GuardedSandbox:
+    """Another sandbox, each request to which is awaited by `guard`."""
+
+    def __init__(
+        self, sandbox: Sandbox, guard: Callable[[Coroutine[Any, Any, Any]], Awaitable[Any]]
+    ) -> None:
+        self.id = sandbox.id
+        self.isolation = sandbox.isolation
+        self.sandbox = sandbox
+        self.guard = guard
+
+    exec = guarded(Sandbox.exec)
+    run_python = guarded(Sandbox.run_python)
+    read = guarded(Sandbox.read)
+    write = guarded(Sandbox.write)
+    total = guarded(Sandbox.total)
+
+    async def close(self) -> None:
+        await self.sandbox.close()
+
+
+class WatchedSandboxes:
+    """Sandboxes for scorers and `tasks`, in any event loop and thread: each has its own connection,
+    and ends with the process.
+
+    A failure of the sandbox is remembered, because a scorer may mistake it for a failure of the
+    model: its score of that rollout does not count.
+    """
+
+    def __init__(self, address: SandboxAddress) -> None:
+        self.address = address
+        self.failure: SandboxError | None = None
+        """The failure since this was last set to None. A sandbox that could not be made is forgiven
+        when another one can; a sandbox that was lost is not."""
+
+    @asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        async with sandboxes_at(self.address) as maker, AsyncExitStack() as stack:
+            sandbox = await self.watch(stack.enter_async_context(maker.open(spec)))
+            if isinstance(self.failure, SandboxUnavailable):
+                self.failure = None
+            yield GuardedSandbox(sandbox, lambda request: self.watch(not_lost(request)))
+
+    async def watch(self, request: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await request
+        except SandboxError as error:
+            if self.failure is None or isinstance(self.failure, SandboxUnavailable):
+                self.failure = error
+            raise

@@ -17,7 +17,7 @@ import resource
 import signal
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from typing import Any
 
 from . import linux
 from .linux import (
@@ -41,14 +41,10 @@ _SPECIAL = frozenset(":,\\ \t\n")
 
 
 def show_without(folder: str, hidden: Sequence[str], target: str, spare: str) -> bool:
-    """Shows `folder` at `target`, read-only, without what is hidden in it.
+    """Shows `folder` at `target`, read-only, without the paths `hidden` in it.
 
-    Args:
-        hidden: paths below `folder`.
-        target, spare: empty folders; nothing stays in `spare`.
-
-    Returns:
-        Whether it does: not on every file system and kernel, nor where something is mounted in it.
+    `target` and `spare` are empty folders; nothing stays in `spare`. Returns whether it does: not
+    on every file system and kernel, nor where something is mounted in it.
     """
     real = os.path.realpath(folder)  # where mounts are listed
     if _SPECIAL & {*real, *spare} or _holds_mounts(real):
@@ -80,7 +76,7 @@ def _like(path: str, folder: str, spare: str) -> str:
 
 
 def _holds_mounts(folder: str) -> bool:
-    """Returns whether something is mounted below `folder`: an overlay would not show it."""
+    """Whether something is mounted below `folder`: an overlay would not show it."""
     below = os.fsencode(folder) + b"/"
     with open("/proc/self/mountinfo", "rb") as lines:
         return any(line.split()[4].startswith(below) for line in lines)
@@ -100,6 +96,8 @@ SOCKET_BUFFERS = "4096 65536 131072"
 INNER_ID = 1000
 """User and group of the programs, as they see themselves."""
 DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
+"""Names in /dev of what is in /proc/self/fd."""
 OWN_INODES = 5
 """Inodes that a sandbox's writable folders use before programs create any."""
 _LARGEST_FILE = 2**63 - 1
@@ -121,26 +119,18 @@ def own_users() -> None:
 
 
 def enter_outer(
-    root: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    then: Callable[[], None],
-    shown: str = "",
-    partly: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    root: str, seen: Mapping[str, Any], then: Callable[[], None], shown: str = ""
 ) -> int:
     """Runs `then` inside a fresh outer layer, as process 1 of its pid namespace.
 
-    Call `own_users` first.
+    Call `own_users` first. Returns the exit status of that process. If either process dies, the
+    other is killed.
 
     Args:
         root: an empty directory; only this call's processes see what is mounted there.
-        visible: host paths that appear at the same place, read-only; links stay links.
-        contents: files of /etc by name.
+        seen: host paths that appear at the same place, read-only, by `system.describe`; links stay
+            links.
         shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
-        partly: see `system.partly_visible`.
-
-    Returns:
-        The exit status of that process. If either process dies, the other is killed.
     """
     linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWPID)
     linux.mount("", "/", flags=MS_REC | MS_PRIVATE)
@@ -148,7 +138,7 @@ def enter_outer(
     pid = os.fork()
     if pid == 0:
         linux.die_with(0, signal.SIGKILL)  # the parent has no number in this namespace
-        _build_root(root, visible, contents, shown, partly)
+        _build_root(root, seen, shown)
         linux.pivot_root(root)
         then()
         os._exit(0)
@@ -159,8 +149,7 @@ def enter_outer(
 def fork_inner(uid: int | None) -> int:
     """Forks a child that is process 1 of fresh namespaces; it must call `settle_inner` first.
 
-    Args:
-        uid: user that owns the namespaces; None: the current user.
+    `uid`: user that owns the namespaces; None: the current user.
     """
     if uid is None:
         return linux.fork_into(_INNER)
@@ -178,7 +167,7 @@ def fork_inner(uid: int | None) -> int:
 
 
 def owner(uid: int | None) -> tuple[int, int]:
-    """Returns the user and group that own `fork_inner`'s namespaces; call it before the fork."""
+    """The user and group that own `fork_inner`'s namespaces; call it before the fork."""
     return (uid, uid) if uid is not None else (os.geteuid(), os.getegid())
 
 
@@ -191,9 +180,7 @@ def settle_inner(user: int, group: int) -> None:
 
 def become_inner() -> None:
     """Makes this process, which has joined the namespaces of a sandbox, its only user, for good."""
-    os.setresgid(INNER_ID, INNER_ID, INNER_ID)
-    os.setresuid(INNER_ID, INNER_ID, INNER_ID)
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
+    _become(INNER_ID)
 
 
 def _be_root() -> None:
@@ -205,6 +192,10 @@ def _be_root() -> None:
 def become_user(uid: int) -> None:
     """Changes from root to an ordinary user and group `uid`, for good."""
     os.setgroups([])
+    _become(uid)
+
+
+def _become(uid: int) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
@@ -253,13 +244,8 @@ def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
     _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
 
 
-def _build_root(
-    root: str,
-    visible: Sequence[str],
-    contents: Mapping[str, str],
-    shown: str,
-    partly: Mapping[str, Sequence[str]],
-) -> None:
+def _build_root(root: str, seen: Mapping[str, Any], shown: str) -> None:
+    visible, partly = seen["visible"], seen["partly"]
     linux.mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=1m")
     for name in _EMPTY_DIRECTORIES:
         os.mkdir(f"{root}/{name}")
@@ -276,14 +262,14 @@ def _build_root(
     if shown:
         os.mkdir(root + PLACE)
         _bind_read_only(shown, root + PLACE)
-    for name, text in contents.items():
+    for name, text in seen["etc"].items():
         target = f"{root}/etc/{name}"
         if not os.path.exists(target):
             _write(target, text)
     for name in DEVICES:
         _write(f"{root}/dev/{name}", "")
         linux.mount(f"/dev/{name}", f"{root}/dev/{name}", flags=MS_BIND)
-    for name, number in (("fd", ""), ("stdin", "/0"), ("stdout", "/1"), ("stderr", "/2")):
+    for name, number in LINKS.items():
         os.symlink(f"/proc/self/fd{number}", f"{root}/dev/{name}")
     # Must be whole and stay so: only who sees a whole /proc may mount another one.
     linux.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
@@ -291,7 +277,6 @@ def _build_root(
 
 
 def _show(root: str, path: str) -> None:
-    """Shows `path` of the host at the same place below `root`, read-only."""
     target = root + path
     try:
         mode = os.lstat(path).st_mode

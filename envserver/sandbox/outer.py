@@ -10,12 +10,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import linux, namespaces
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 PLACE = namespaces.PLACE
 _USERS = {"sandbox": (30000, 60000), "worker": (20000, 30000)}
@@ -39,28 +36,22 @@ def enter(
 ) -> int:
     """Runs `run` in the outer layer of `backend`; backends without one run it here.
 
-    Args:
-        root: an empty directory.
-        shown: a folder of this machine that appears at `PLACE`, read-only; "": none.
-
-    Returns:
-        Its exit status; where there is a layer, that of its first process.
+    `root` is an empty directory; `shown` a folder of this machine that appears at `PLACE`, read-
+    only. Returns its exit status; where there is a layer, that of its first process.
     """
     if backend == "namespace":
-        return namespaces.enter_outer(
-            root, seen["visible"], seen["etc"], run, shown, seen["partly"]
-        )
+        return namespaces.enter_outer(root, seen, run, shown)
     if backend == "bubblewrap":
         from . import bubblewrap
 
-        return bubblewrap.enter_outer(seen["visible"], seen["etc"], run, shown)
+        return bubblewrap.enter_outer(seen, run, shown)
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
     run()
     return 0
 
 
 def first_user(kind: str, count: int) -> int | None:
-    """Returns the first of `count` user ids for `kind` ("sandbox" or "worker"); None if not root.
+    """The first of `count` user ids for `kind` ("sandbox" or "worker"); None if not root.
 
     The range depends on the process id, so that servers on one machine rarely share user ids.
     """

@@ -13,7 +13,6 @@ most 107 (Linux, unix(7)), and 32 of these are Python's own `/pymp-.../listener-
 
 
 def temporary_folder() -> str:
-    """TMPDIR, or another folder that can be written to, as Python chooses it."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -24,8 +23,7 @@ def temporary_folder() -> str:
 
 
 def folder_for_sockets() -> str:
-    """`temporary_folder`, or `/tmp` where its path is too long, as on clusters that name it after a
-    job."""
+    """`/tmp` where TMPDIR's path is too long, as on clusters that name it after a job."""
     usual = temporary_folder()
     if len(os.fsencode(usual)) <= _LONGEST:
         return usual

@@ -1,8 +1,6 @@
 """Tries whether a backend works on this machine: runs programs in it that try to get out.
 
-`examine` makes one sandbox with a few small programs in it; each check says what was tried and in
-which words it was refused, or that it was not. It takes about a second and never raises: what goes
-wrong is a check that does not hold.
+It takes about a second and never raises: what goes wrong is a check that does not hold.
 """
 
 from __future__ import annotations
@@ -85,14 +83,14 @@ def _all(packages: dict[str, set[str]], private: Sequence[str]) -> list[str]:
 
 
 def _relative(places: set[str]) -> Iterator[str]:
-    """Yields the files of a package, from the directory that it is imported from."""
+    """The files of a package, from the directory that it is imported from."""
     for place in places:
         for path in _files(place):
             yield str(Path(path).relative_to(Path(place).parent))
 
 
 def _files(place: str) -> list[str]:
-    """Returns the files in a folder, except for those of a Python in it; or the file itself."""
+    """The files in a folder, except for those of a Python in it; or the file itself."""
     if Path(place).is_file():
         return [place]
     return list(itertools.islice(_walk(place, shown_roots()), _MOST_FILES))
@@ -116,10 +114,7 @@ LANDLOCK_ENOUGH = 6
 
 
 def remedies(backend: str) -> list[str]:
-    """Returns what to do if a backend does not work here, likeliest first.
-
-    Empty only for unsafe-local.
-    """
+    """What to do if a backend does not work here, likeliest first. Empty only for unsafe-local."""
     match backend:
         case "bubblewrap":
             return ["Install bubblewrap (apt install bubblewrap).", *_user_namespaces()]
@@ -151,7 +146,7 @@ def _user_namespaces() -> list[str]:
         found.append("User namespaces are off: sudo sysctl -w kernel.unprivileged_userns_clone=1")
     if _number(_MOST) == 0:
         found.append("User namespaces are off: sudo sysctl -w user.max_user_namespaces=15000")
-    if _in_container():
+    if Path("/.dockerenv").exists() or Path("/run/.containerenv").exists():
         found.append(
             "This is a container: start it with --security-opt seccomp=unconfined "
             "--security-opt systempaths=unconfined, as an ordinary user (--user 1000) or with "
@@ -181,10 +176,6 @@ def _reachable_python() -> list[str]:
     return []
 
 
-def _in_container() -> bool:
-    return Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
-
-
 def _number(path: Path) -> int | None:
     try:
         return int(path.read_text())
@@ -198,13 +189,7 @@ _LONGEST_SECONDS = 30.0
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One promise of a backend.
-
-    Args:
-        name: the promise in a few words.
-        held: whether the backend kept it.
-        tried: what was tried, each with its outcome.
-    """
+    """One promise of a backend. `tried`: what was tried, each with its outcome."""
 
     name: str
     held: bool
@@ -215,8 +200,7 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of trying a backend on this machine.
 
     Args:
-        works: whether all checks passed.
-        checks: the checks; empty if no sandbox could be made.
+        checks: empty if no sandbox could be made.
         failure: why it does not work; "" if it works.
         remedies: what a person can do about it.
         weaknesses: what this backend does not prevent even if it works.
@@ -230,6 +214,9 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     weaknesses: list[str] = []
 
 
+Outcome = tuple[bool, list[str]]
+"""Whether the promise was kept, and what was tried."""
+
 WEAKNESSES = {
     "landlock": [
         "what the server leaves behind when it is killed with SIGKILL",
@@ -242,7 +229,6 @@ WEAKNESSES = {
 
 
 def unavailable(backend: str, failure: str) -> ProbeReport:
-    """Returns the report for a backend that cannot make any sandbox."""
     words = failure.strip() or "without a word"
     return ProbeReport(backend=backend, works=False, failure=words, remedies=remedies(backend))
 
@@ -251,14 +237,17 @@ async def examine(address: str, backend: str, private: Sequence[str] = ()) -> Pr
     limits = SandboxLimits(
         disk_mb=_DISK_MB, memory_mb=_MEMORY_MB, processes=_PROCESSES, wall_seconds=_LONGEST_SECONDS
     )
-    wanted = _checks(private) if backend != "unsafe-local" else []  # it promises nothing
+    wanted = _checks(private) if backend != "unsafe-local" else {}  # it promises nothing
+    checks: list[Check] = []
     try:
         async with (
             SandboxClient(address) as client,
             asyncio.timeout(_LONGEST_SECONDS),
             client.open(SandboxSpec(limits=limits)) as sandbox,
         ):
-            checks = [await check(sandbox) for check in wanted]
+            for name, check in wanted.items():
+                held, tried = await check(sandbox)
+                checks.append(Check(name=name, held=held, tried=tried))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the report is for
         return unavailable(backend, str(error) or type(error).__name__)
     broken = [check for check in checks if not check.held]
@@ -273,7 +262,7 @@ async def examine(address: str, backend: str, private: Sequence[str] = ()) -> Pr
     )
 
 
-async def _runs_programs(sandbox: Sandbox) -> Check:
+async def _runs_programs(sandbox: Sandbox) -> Outcome:
     shell = await sandbox.exec(["bash", "-c", "echo $((6*7))"])
     python = await sandbox.exec(["python3", "-c", _WHICH_PYTHON])
     warm = await sandbox.run_python(_WHICH_PYTHON)
@@ -281,32 +270,23 @@ async def _runs_programs(sandbox: Sandbox) -> Check:
     same = python.stdout == warm.stdout
     if not same:
         tried.append("python3 is not the Python of the server")
-    return Check(
-        name="programs run",
-        held=shell.stdout == b"42\n" and python.ok and warm.ok and same,
-        tried=tried,
-    )
+    return shell.stdout == b"42\n" and python.ok and warm.ok and same, tried
 
 
 _WHICH_PYTHON = "import sys, json; print(sys.base_prefix, sys.version)"
 
 
-async def _keeps_apart(sandbox: Sandbox) -> Check:
+async def _keeps_apart(sandbox: Sandbox) -> Outcome:
     """Network, processes and files of the server, attacked by name."""
     with _targets() as (facts, survived):
         result = await sandbox.run_python(_ESCAPES, argv=[json.dumps(facts)])
         survived_all = survived()
     if not result.ok:
-        return Check(name=_APART, held=False, tried=[_words(result)])
+        return False, [_words(result)]
     attempts = msgspec.json.decode(result.stdout, type=list[tuple[str, str]])
-    return Check(
-        name=_APART,
-        held=survived_all and all(words for _, words in attempts),
-        tried=[f"{what}: {words or 'it worked'}" for what, words in attempts],
-    )
+    tried = [f"{what}: {words or 'it worked'}" for what, words in attempts]
+    return survived_all and all(words for _, words in attempts), tried
 
-
-_APART = "network, processes and files of the server are out of reach"
 
 # Each attempt must fail; what follows a colon is how.
 _ESCAPES = """
@@ -385,15 +365,12 @@ def _targets() -> Iterator[tuple[dict[str, Any], Callable[[], bool]]]:
         yield facts, lambda: victim.poll() is None
 
 
-async def _tells_no_secret(sandbox: Sandbox) -> Check:
+async def _tells_no_secret(sandbox: Sandbox) -> Outcome:
     """Checks that programs and their ancestors lack the server's environment variables."""
     result = await sandbox.run_python(_ALL_VARIABLES)
     shown = result.stdout.decode(errors="replace")
     found = [name for name, value in os.environ.items() if _is_telling(value) and value in shown]
-    said = f"of the server's variables: {', '.join(found) or 'none'}"
-    return Check(
-        name="no variable of the server is seen", held=result.ok and not found, tried=[said]
-    )
+    return result.ok and not found, [f"of the server's variables: {', '.join(found) or 'none'}"]
 
 
 _ALL_VARIABLES = """
@@ -416,30 +393,23 @@ def _is_telling(value: str) -> bool:
     return len(value) >= 12 and "/" not in value
 
 
-async def _hides_graders(private: Sequence[str], sandbox: Sandbox) -> Check:
+async def _hides_graders(private: Sequence[str], sandbox: Sandbox) -> Outcome:
     result, seen = await visible_graders(sandbox, private)
-    said = f"visible: {', '.join(seen) or 'none'}" if result.ok else _words(result)
-    return Check(name=_GRADERS_HIDDEN, held=result.ok and not seen, tried=[said])
+    tried = f"visible: {', '.join(seen) or 'none'}" if result.ok else _words(result)
+    return result.ok and not seen, [tried]
 
 
-_GRADERS_HIDDEN = "graders and data of environments are hidden"
-
-
-async def _bounds_programs(sandbox: Sandbox) -> Check:
+async def _bounds_programs(sandbox: Sandbox) -> Outcome:
     endless = await sandbox.run_python(
         "import time; time.sleep(60)", limits=SandboxLimits(wall_seconds=_WALL_SECONDS)
     )
     hungry = await sandbox.run_python(f"len(b'x' * ({_MEMORY_MB * 4} << 20))")
     many = await sandbox.run_python(_FORKS, limits=SandboxLimits(wall_seconds=5.0))
-    return Check(
-        name="time, memory and processes are bounded",
-        held=endless.killed_by == "wall" and not hungry.ok and many.stdout != b"all",
-        tried=[
-            f"sleeping: {_words(endless)}",
-            f"{_MEMORY_MB * 4} MB: {_words(hungry)}",
-            f"{_PROCESSES * 4} processes: {_words(many)}",
-        ],
-    )
+    return endless.killed_by == "wall" and not hungry.ok and many.stdout != b"all", [
+        f"sleeping: {_words(endless)}",
+        f"{_MEMORY_MB * 4} MB: {_words(hungry)}",
+        f"{_PROCESSES * 4} processes: {_words(many)}",
+    ]
 
 
 _FORKS = f"""
@@ -453,14 +423,11 @@ os.write(1, b"all")
 """
 
 
-async def _bounds_workspace(sandbox: Sandbox) -> Check:
+async def _bounds_workspace(sandbox: Sandbox) -> Outcome:
     wrote = await sandbox.exec(["bash", "-c", "echo kept > note && cat note"])
     flood = await sandbox.run_python(_FLOOD, limits=SandboxLimits(wall_seconds=5.0))
-    return Check(
-        name="/work can be written, and is bounded",
-        held=wrote.stdout == b"kept\n" and flood.stdout != b"all",
-        tried=[f"a note: {_words(wrote)}", f"{_DISK_MB * 4} MB: {_words(flood)}"],
-    )
+    tried = [f"a note: {_words(wrote)}", f"{_DISK_MB * 4} MB: {_words(flood)}"]
+    return wrote.stdout == b"kept\n" and flood.stdout != b"all", tried
 
 
 _FLOOD = f"""
@@ -473,15 +440,16 @@ os.write(1, b"all")
 """
 
 
-def _checks(private: Sequence[str]) -> list[Callable[[Sandbox], Awaitable[Check]]]:
-    return [
-        _runs_programs,
-        _keeps_apart,
-        _tells_no_secret,
-        partial(_hides_graders, private),
-        _bounds_programs,
-        _bounds_workspace,  # the last: it may leave a full disk
-    ]
+def _checks(private: Sequence[str]) -> dict[str, Callable[[Sandbox], Awaitable[Outcome]]]:
+    return {
+        "programs run": _runs_programs,
+        "network, processes and files of the server are out of reach": _keeps_apart,
+        "no variable of the server is seen": _tells_no_secret,
+        "graders and data of environments are hidden": partial(_hides_graders, private),
+        "time, memory and processes are bounded": _bounds_programs,
+        # the last: it may leave a full disk
+        "/work can be written, and is bounded": _bounds_workspace,
+    }
 
 
 def _words(result: ExecResult) -> str:

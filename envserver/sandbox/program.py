@@ -1,8 +1,8 @@
 """Turns a fork of the in-sandbox server into a program that a model wrote.
 
-`become` is called in the fresh child. What always holds when the first instruction of the program
-runs: the only descriptors are 0, 1 and 2; it has only the variables that it was given; its limits
-and backend are in place; it is alone in its session.
+Invariants when the first instruction of the program runs: the only descriptors are 0, 1 and 2; it
+has only the variables that it was given; its limits and backend are in place; it is alone in its
+session.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import signal
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 from . import linux
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, NoReturn
 
 MB = 2**20
 NOT_STARTED = 127
@@ -30,23 +27,14 @@ _ADDRESS_SPACE_MB = 4096
 """Address space beyond the memory limit: it costs nothing, and threads and numpy reserve much."""
 
 
-class Program:
-    """A program to run: `code` in a warm Python, or `argv` if `code` is None."""
+class Program(NamedTuple):
+    """`code` in a warm Python, or `argv` if `code` is None."""
 
-    def __init__(
-        self,
-        *,
-        argv: list[str],
-        code: str | None,
-        cwd: str,
-        env: dict[str, str],
-        limits: dict[str, Any],
-    ) -> None:
-        self.argv = argv
-        self.code = code
-        self.cwd = cwd
-        self.env = env
-        self.limits = limits
+    argv: list[str]
+    code: str | None
+    cwd: str
+    env: dict[str, str]
+    limits: dict[str, Any]
 
 
 def become(
@@ -54,9 +42,8 @@ def become(
 ) -> NoReturn:
     """Turns this process into the program.
 
-    Args:
-        descriptors: its standard input, output and error.
-        enclose: drops the rights that it must not have; called last, just before it begins.
+    `descriptors`: its standard input, output and error; `enclose` drops the rights that it must not
+    have, last.
     """
     status = NOT_STARTED
     try:
@@ -84,7 +71,7 @@ def become(
 
 
 def _set_variables(env: dict[str, str]) -> None:
-    """Sets the variables that differ: a zygote has the usual ones already."""
+    """Only those that differ: a zygote has the usual ones already."""
     for name in [name for name in os.environ if name not in env]:
         del os.environ[name]
     for name, value in env.items():

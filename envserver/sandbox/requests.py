@@ -24,8 +24,6 @@ import msgspec
 from envserver_records.errors import InputError
 from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
 
-from ..sandbox_interface import Sandbox
-
 T = TypeVar("T")
 
 
@@ -43,8 +41,6 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `sandbox_interface.Sandbox.exec`."""
-
     argv: list[str]
     stdin: bytes
     cwd: str
@@ -53,8 +49,6 @@ class Exec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RunPython(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `sandbox_interface.Sandbox.run_python`."""
-
     code: str
     argv: list[str]
     stdin: bytes
@@ -63,15 +57,11 @@ class RunPython(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `rollout_interface.Rollout.open_program`."""
-
     argv: list[str]
     env: dict[str, str]
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `sandbox_interface.RunningProgram.send`."""
-
     data: bytes
 
 
@@ -83,25 +73,30 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `sandbox_interface.Sandbox.read`."""
-
     path: str
     max_bytes: int
 
 
 class Write(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """See `sandbox_interface.Sandbox.write`."""
-
     path: str
     data: bytes
+
+
+BODIES: dict[str, Any] = {
+    "exec": Exec,
+    "python": RunPython,
+    "read": Read,
+    "write": Write,
+    "start": Start,
+    "send": Send,
+}
 
 
 class AskedSandbox(ABC):
     """A `sandbox_interface.Sandbox` whose methods are requests, which a subclass sends."""
 
     @abstractmethod
-    async def ask(self, action: str, body: Any, kind: type[T]) -> T:
-        """Sends a request and returns its answer."""
+    async def ask(self, action: str, body: Any, kind: type[T]) -> T: ...
 
     async def exec(
         self,
@@ -147,7 +142,7 @@ def check_input(body: Any, limits: SandboxLimits) -> None:
 
 
 def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
-    """Returns `asked` with each limit reduced to at most that of `most`."""
+    """Each limit of `asked`, reduced to at most that of `most`."""
     limits = {}
     for name, value in msgspec.structs.asdict(asked).items():
         if not value > 0:  # also rejects NaN
@@ -157,38 +152,16 @@ def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
 
 
 def plain(text: str) -> str:
-    """Returns `text` if the kernel accepts it as an argument or a path (no NUL)."""
+    """`text` if the kernel accepts it as an argument or a path (no NUL)."""
     if "\0" in text:
         raise InputError("Arguments, paths and variables must not contain NUL.")
     return text
 
 
 def variables(env: dict[str, str]) -> dict[str, str]:
-    """Returns `env` if it can be a program's environment."""
+    """`env` if it can be a program's environment."""
     for name, value in env.items():
         if not name or "=" in plain(name):
             raise InputError(f"A variable cannot be called {name[:40]!r}.")
         plain(value)
     return env
-
-
-async def execute(sandbox: Sandbox, asked: Exec, most: SandboxLimits) -> ExecResult:
-    """Runs the command within the limits of `most`."""
-    return await sandbox.exec(
-        [plain(word) for word in asked.argv],
-        stdin=asked.stdin,
-        cwd=plain(asked.cwd),
-        env=None if asked.env is None else variables(asked.env),
-        limits=None if asked.limits is None else cut_down(asked.limits, most),
-    )
-
-
-async def execute_python(sandbox: Sandbox, asked: RunPython, most: SandboxLimits) -> ExecResult:
-    """Runs the code within the limits of `most`."""
-    return await sandbox.run_python(
-        asked.code,
-        argv=[plain(word) for word in asked.argv],
-        stdin=asked.stdin,
-        cwd=plain(asked.cwd),
-        limits=None if asked.limits is None else cut_down(asked.limits, most),
-    )

@@ -1,9 +1,7 @@
 """Forbids system calls: assembles a filter for the kernel.
 
-`program` returns the filter as bytes, once per process; `install` puts it on the calling process,
-for
-good and for all its children. A refused call fails with an ordinary error, so that libraries fall
-back. Only a call by a foreign architecture's number kills, because the table does not apply to it.
+A refused call fails with an ordinary error, so that libraries fall back. Only a call by a foreign
+architecture's number kills, because the table does not apply to it.
 
 Three reasons to refuse: the call reaches out of the sandbox (other processes, mounts, clocks), it
 hides memory from the limits (memfd, shared memory without a file, large pipes), or it is a large
@@ -230,14 +228,14 @@ _MAKE_NODE: tuple[tuple[_Numbers, int], ...] = (((133, None), 1), ((259, 33), 2)
 
 @functools.cache
 def program(*, inet: bool, host: bool = False) -> bytes:
-    """Returns the filter, ready for `install`.
+    """The filter, ready for `install`.
 
     Args:
         inet: allow Unix, TCP and UDP sockets, for a sandbox with its own network. Else only
             connected pairs are allowed: even a Unix socket can reach a server of the host.
         host: the network is the host's: with `inet`, only TCP sockets that connect are allowed.
             Without `inet` the network is always the host's; in both cases files are the host's,
-                too.
+            too.
     """
     machine = _MACHINES.get(platform.machine())
     if machine is None:

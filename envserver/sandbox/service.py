@@ -16,13 +16,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import msgspec
 import structlog
 from envserver_records.errors import ConfigError
 from envserver_records.waiting import cancel_and_wait
 
 from ..settings.config import LocalSandboxConfig
 from . import bubblewrap, landlock
-from .docker import Engine, PoolRules, find_engine, new_prefix, remove_leftovers
+from .docker import Engine, find_engine, new_prefix, remove_leftovers
 from .places import folder_for_sockets
 from .probe import LANDLOCK_ENOUGH, WEAKNESSES, ProbeReport, examine, unavailable
 from .supervisor import SupervisorBoot, start_command
@@ -34,14 +35,8 @@ from .supervisor import SupervisorBoot, start_command
 ORDER = ("bubblewrap", "namespace", "landlock")
 
 
-def candidates(backend: str) -> tuple[str, ...]:
-    """Returns the backends to try for a setting, in order."""
-    return ORDER if backend == "auto" else (backend,)
-
-
 def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
-    """The report on a backend of which it is plain, before anything is started, that it cannot
-    be."""
+    """The report on a backend that plainly cannot be, before anything is started."""
     if backend == "bubblewrap" and bubblewrap.installed() is None:
         return unavailable(backend, "bwrap is not installed")
     if backend == "landlock":
@@ -54,16 +49,12 @@ def missing(backend: str, *, by_name: bool) -> ProbeReport | None:
 
 
 def announce(report: ProbeReport, failed: Sequence[ProbeReport]) -> None:
-    """Logs the chosen backend; warns if it is weak or if a better one failed."""
+    """Warns if the chosen backend is weak or if a better one failed."""
     tried = {each.backend: each.failure for each in failed}
     if report.backend in WEAKNESSES:
-        does_not_hold = ", ".join(WEAKNESSES[report.backend])
-        _log.warning(
-            "sandbox_backend_is_weak",
-            backend=report.backend,
-            does_not_hold=does_not_hold,
-            failed=tried,
-        )
+        lacks = ", ".join(WEAKNESSES[report.backend])
+        facts = {"backend": report.backend, "does_not_hold": lacks, "failed": tried}
+        _log.warning("sandbox_backend_is_weak", **facts)
         return
     broken = {backend: why for backend, why in tried.items() if why != "bwrap is not installed"}
     if broken:
@@ -72,7 +63,6 @@ def announce(report: ProbeReport, failed: Sequence[ProbeReport]) -> None:
 
 
 def nothing_works(failed: Sequence[ProbeReport]) -> ConfigError:
-    """The refusal: every backend that was tried, why it failed, and what to do."""
     reasons = "; ".join(f"{report.backend}: {report.failure}" for report in failed)
     steps = list(dict.fromkeys(step for report in failed for step in report.remedies))
     if all(report.backend != "docker" for report in failed):
@@ -95,10 +85,8 @@ _log = structlog.get_logger("envserver.sandbox")
 class SandboxService:
     """`async with` it: sandboxes can be opened at `address` until the end.
 
-    Args:
-        config: the backend and the maximum number of sandboxes.
-        private: paths of environments and data that are not installed; programs never see them,
-            nor this process's working folder.
+    `private`: paths of environments and data that are not installed; programs never see them, nor
+    this process's working folder.
     """
 
     def __init__(self, config: LocalSandboxConfig, private: Sequence[str] = ()) -> None:
@@ -110,16 +98,16 @@ class SandboxService:
         self.address = ""
         self._directory = ""
         self._engine: Engine | None = None
-        self._rules: PoolRules | None = None
 
     @property
     def private(self) -> list[str]:
-        """All paths that programs never see; see `system.hidden_paths`."""
+        """See `system.hidden_paths`."""
         return [str(Path.cwd()), *self._private]
 
     async def __aenter__(self) -> Self:
         failed: list[ProbeReport] = []
-        for backend in candidates(self._config.backend):
+        chosen = self._config.backend
+        for backend in ORDER if chosen == "auto" else (chosen,):
             report = await self.attempt(backend)
             if report.works:
                 announce(report, failed)
@@ -160,8 +148,11 @@ class SandboxService:
 
     def _use_engine(self) -> None:
         wanted = self._config
-        self._engine = find_engine(wanted.docker_image, wanted.docker_pull)
-        self._rules = PoolRules(
+        engine = find_engine(wanted.docker_image, wanted.docker_pull)
+        if removed := remove_leftovers(engine):
+            _log.warning("sandbox_containers_removed", of_killed_servers=len(removed))
+        self._engine = msgspec.structs.replace(
+            engine,
             prefix=new_prefix(),
             pull=wanted.docker_pull,
             warm=wanted.docker_warm,
@@ -169,9 +160,6 @@ class SandboxService:
             starts=wanted.docker_starts,
             starts_per_second=wanted.docker_starts_per_second,
         )
-        removed = remove_leftovers(self._engine)
-        if removed:
-            _log.warning("sandbox_containers_removed", of_killed_servers=len(removed))
 
     async def __aexit__(self, *_: object) -> None:
         if self._keeping is not None:
@@ -189,7 +177,6 @@ class SandboxService:
             backend=self.backend,
             private=self.private,
             engine=self._engine,
-            rules=self._rules,
         )
         self._control = ours
         self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork, milliseconds
@@ -255,8 +242,8 @@ class SandboxService:
 
     async def _remove_containers(self) -> None:
         """Removes those that did not end with the supervisor, or not yet."""
-        if self._engine is not None and self._rules is not None:
-            await asyncio.to_thread(remove_leftovers, self._engine, self._rules.prefix)
+        if self._engine is not None:
+            await asyncio.to_thread(remove_leftovers, self._engine)
 
     def _make_directory(self) -> None:
         Path(self._directory).mkdir(mode=0o700)
@@ -274,7 +261,7 @@ class SandboxService:
 
 
 async def probe(backend: str, config: LocalSandboxConfig) -> ProbeReport:
-    """Tries whether `backend` works on this machine with `config`. Never raises."""
+    """Tries whether `backend` works on this machine. Never raises."""
     service = SandboxService(config)
     try:
         return await service.attempt(backend)

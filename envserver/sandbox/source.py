@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeAlias
 
 import structlog
 from envserver_records.errors import (
@@ -24,10 +24,17 @@ from envserver_records.waiting import cancel_and_wait
 from ..folders import import_path
 from ..sandbox_interface import Sandbox, Sandboxes
 from ..settings.config import SandboxConfig
-from .maker import ForeignAddress, RemoteAddress, SandboxAddress, StartedProgram
+from .maker import (
+    ForeignAddress,
+    GuardedSandbox,
+    RemoteAddress,
+    SandboxAddress,
+    StartedProgram,
+    guarded,
+)
 
-P = ParamSpec("P")
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .service import SandboxService
 
 
 def maker_class(reference: str) -> Callable[[], Sandboxes]:
@@ -49,7 +56,7 @@ def maker_class(reference: str) -> Callable[[], Sandboxes]:
 
 
 class CustomSandboxes:
-    """See `maker.SandboxMaker`. The class may have an async context of its own."""
+    """A user's class as a `SandboxMaker`. It may have an async context of its own."""
 
     def __init__(self, reference: str) -> None:
         self._made = maker_class(reference)()
@@ -75,36 +82,22 @@ class CustomSandboxes:
             yield ForeignSandbox(sandbox)
 
 
-def _typed(
-    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[ForeignSandbox, P], Coroutine[Any, Any, T]]:
-    @functools.wraps(method)
-    async def call(self: ForeignSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            result: T = await getattr(self.sandbox, method.__name__)(*args, **kwargs)
-            return result
-        except (SandboxError, InputError):
-            raise
-        except Exception as error:
-            raise SandboxLost(f"The sandbox was lost: {_words(error)}") from error
-
-    return call
+async def _typed(request: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await request
+    except (SandboxError, InputError):
+        raise
+    except Exception as error:
+        raise SandboxLost(f"The sandbox was lost: {_words(error)}") from error
 
 
-class ForeignSandbox:
-    """A sandbox of such a class; see `maker.InteractiveSandbox`. It has no interactive programs."""
+class ForeignSandbox(GuardedSandbox):
+    """A sandbox of such a class, without interactive programs."""
 
     def __init__(self, sandbox: Sandbox) -> None:
-        self.id = sandbox.id
-        self.isolation = sandbox.isolation
-        self.sandbox = sandbox
+        super().__init__(sandbox, _typed)
 
-    exec = _typed(Sandbox.exec)
-    run_python = _typed(Sandbox.run_python)
-    read = _typed(Sandbox.read)
-    write = _typed(Sandbox.write)
-    total = _typed(Sandbox.total)
-    close = _typed(Sandbox.close)
+    close = guarded(Sandbox.close)
 
     @asynccontextmanager
     async def start(
@@ -127,34 +120,21 @@ def _words(error: Exception) -> str:
 _log = structlog.get_logger("envserver.sandbox")
 
 
-class SandboxSource(Protocol):
-    """Where the sandboxes of a run come from: a `SandboxService`, or `RemoteSource`."""
-
-    @property
-    def backend(self) -> str:
-        """The backend on this machine; "remote": they are made on other machines."""
-
-    @property
-    def address(self) -> SandboxAddress:
-        """Is given to `opening.sandboxes_at`, in any process of this machine."""
-
-    @property
-    def private(self) -> list[str]:
-        """Paths of this machine that programs never see."""
-
-
+@dataclass
 class RemoteSource:
-    """See `SandboxSource`."""
+    """Sandboxes of other machines, or of a class, for `maker.sandboxes_at` in any process."""
 
+    address: SandboxAddress
+    private: list[str] = field(default_factory=list)
     backend = "remote"
 
-    def __init__(self, address: SandboxAddress) -> None:
-        self.address = address
-        self.private: list[str] = []
+
+SandboxSource: TypeAlias = "SandboxService | RemoteSource"
+"""Where the sandboxes of a run come from."""
 
 
 def custom_sandboxes(reference: str) -> RemoteSource:
-    """Returns the sandboxes of a class; see `SandboxConfig.maker`."""
+    """See `SandboxConfig.maker`."""
     place, _, name = reference.rpartition(":")
     if place.endswith(".py"):
         reference = f"{Path(place).absolute()}:{name}"  # for processes with other folders

@@ -51,8 +51,7 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
         directory: private; holds the socket `socket` and the zygotes' directories.
         concurrent: maximum number of live sandboxes.
         warm: maximum ready sandboxes of each zygote.
-        backend, private: see `zygote.Boot`.
-        engine, rules: what makes containers, and how many, for the backend `docker`.
+        engine: makes containers, for the backend `docker`.
     """
 
     control_fd: int
@@ -62,11 +61,10 @@ class SupervisorBoot(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     private: list[str]
     engine: docker.Engine | None = None
-    rules: docker.PoolRules | None = None
 
 
 def start_command(module: str, boot: Any) -> list[str]:
-    """Returns the argv that runs `main` of a module here, with the server's import path."""
+    """The argv that runs `main` of a module here, with the server's import path."""
     path = msgspec.json.encode([str(Path(entry).absolute()) for entry in sys.path]).decode()
     code = _START.format(module=module)
     return [sys.executable, "-I", "-c", code, path, msgspec.json.encode(boot).decode()]
@@ -75,12 +73,10 @@ def start_command(module: str, boot: Any) -> list[str]:
 def zygote_command(
     boot: SupervisorBoot, control_fd: int, root: str, preload: list[str]
 ) -> list[str]:
-    """Returns the argv of the zygote, or of the maker of containers, that this process starts."""
+    """The argv of the zygote, or of the maker of containers, that this process starts."""
     ours = os.getpid()
-    if boot.engine is not None and boot.rules is not None:
-        maker = docker_maker.Boot(
-            control_fd=control_fd, supervisor_pid=ours, engine=boot.engine, rules=boot.rules
-        )
+    if boot.engine is not None:
+        maker = docker_maker.Boot(control_fd=control_fd, supervisor_pid=ours, engine=boot.engine)
         return start_command("docker_maker", maker)
     arguments = {
         "control_fd": control_fd,
@@ -119,7 +115,7 @@ def main(boot_json: str) -> None:
 
 
 def _wait_for_orphans(until: float) -> None:
-    """Waits for the children of killed zygotes: they die with their backend or their parent."""
+    """The children of killed zygotes die with their backend or their parent."""
     while time.monotonic() < until:
         try:
             if not os.waitpid(-1, os.WNOHANG)[0]:
@@ -184,8 +180,6 @@ def _kill_all_of(uid: int) -> None:
 
 
 class Supervisor:
-    """The loop of the supervisor process."""
-
     def __init__(self, boot: SupervisorBoot, control: socket.socket) -> None:
         self._boot = boot
         self._control = control
@@ -199,7 +193,6 @@ class Supervisor:
         self._first_uid = outer.first_user("sandbox", boot.concurrent)
 
     def run(self) -> None:
-        """Runs until the server closes its end."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listening.bind(f"{self._boot.directory}/socket")
         listening.listen(128)
@@ -209,7 +202,8 @@ class Supervisor:
             self._control.send(b"up")
         try:
             while True:
-                for key, _ in self._selector.select(1.0 if self._is_waiting() else None):
+                waits = any(not zygote.up or zygote.waiting for zygote in self._zygotes.values())
+                for key, _ in self._selector.select(1.0 if waits else None):
                     key.data()
                 self._expire()
         finally:
@@ -235,9 +229,6 @@ class Supervisor:
 
     def _stop(self) -> None:
         sys.exit(0)
-
-    def _is_waiting(self) -> bool:
-        return any(not zygote.up or zygote.waiting for zygote in self._zygotes.values())
 
     # Clients.
 
@@ -322,12 +313,12 @@ class Supervisor:
             self._ask(zygote, self._next_id, wanted)
 
     def _want_more(self, zygote: _Zygote) -> None:
-        """Keeps more sandboxes ready from now on: a request found none."""
+        """A request found none ready."""
         zygote.wanted_ready = min(2 * zygote.wanted_ready, self._boot.warm)
         zygote.missed_at = time.monotonic()
 
     def _keep_some_ready(self, zygote: _Zygote) -> None:
-        """Makes sandboxes in advance: making one often takes longer than using it."""
+        """Making one often takes longer than using it."""
         if time.monotonic() - zygote.missed_at > _CALM_SECONDS:
             zygote.wanted_ready = max(READY, zygote.wanted_ready - 1)
         on_the_way = sum(wanted.client is None for wanted in zygote.waiting.values())
@@ -358,7 +349,6 @@ class Supervisor:
             theirs.close()
 
     def _zygote(self, preload: tuple[str, ...]) -> _Zygote:
-        """Returns the zygote of a preload list; starts it if needed."""
         zygote = self._zygotes.get(preload)
         if zygote is None:
             if len(self._zygotes) >= MAX_ZYGOTES:
@@ -387,8 +377,8 @@ class Supervisor:
     def _retire_one(self) -> None:
         """Ends the least recently used zygote to make room for another preload list.
 
-        Its sandboxes would die with it, so only a zygote without any is ended; if each has some,
-        there is one more for now.
+        Only one without sandboxes, which would die with it; if each has some, there is one more for
+        now.
         """
         idle = [
             zygote

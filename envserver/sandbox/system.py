@@ -18,7 +18,7 @@ from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
-from . import linux
+from . import linux, namespaces
 from .wire import NAMESPACE_BACKENDS
 
 OUR_PACKAGES = (
@@ -36,10 +36,9 @@ _ENTRY_POINTS = "envserver.environments"
 
 
 def hidden_paths(private: Iterable[str] = ()) -> set[str]:
-    """Returns the real paths that no program may see; not all of them need to exist.
+    """The real paths that no program may see; not all of them need to exist.
 
-    Args:
-        private: further paths, of environments and data that are not installed.
+    `private`: further paths, of environments and data that are not installed.
     """
     sites = _site_directories()
     found = {os.path.realpath(path) for path in private} - sites
@@ -58,12 +57,12 @@ def hidden_paths(private: Iterable[str] = ()) -> set[str]:
 
 
 def environment_packages() -> set[str]:
-    """Returns the import names of all installed packages that environments are in."""
+    """The import names of all installed packages that environments are in."""
     return _packages(_with_environments())
 
 
 def package_places(name: str) -> set[str]:
-    """Returns the real folders of a package, or the file of a module; nothing if it is absent."""
+    """The real folders of a package, or the file of a module; nothing if it is absent."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         return set()
@@ -74,7 +73,7 @@ def package_places(name: str) -> set[str]:
 
 
 def _with_environments() -> list[Distribution]:
-    """Returns our own distributions and all others with environments.
+    """Our own distributions and all others with environments.
 
     It reads the names of none of them, for parsing the metadata of hundreds takes 50 ms.
     """
@@ -87,7 +86,6 @@ def _packages(with_environments: Iterable[Distribution]) -> set[str]:
 
 
 def _environment_modules(distribution: Distribution) -> set[str]:
-    """Returns the top-level modules that a distribution's environments are in."""
     if _ENTRY_POINTS not in (distribution.read_text("entry_points.txt") or ""):
         return set()
     points = distribution.entry_points.select(group=_ENTRY_POINTS)
@@ -95,14 +93,14 @@ def _environment_modules(distribution: Distribution) -> set[str]:
 
 
 def _site_directories() -> set[str]:
-    """Returns the real directories that hold packages of many authors, and Python's own modules."""
+    """The real directories that hold packages of many authors, and Python's own modules."""
     known = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
     known.update(path for path in sys.path if path.endswith(("site-packages", "dist-packages")))
     return {os.path.realpath(path) for path in known if Path(path).is_dir()}
 
 
 def _pointers(site: str) -> Iterator[str]:
-    """Yields names in a site directory that lead Python to projects in other folders."""
+    """Names in a site directory that lead Python to projects in other folders."""
     for name in (entry.name for entry in os.scandir(site)):
         if name.startswith(("__editable__", "_editable_impl_")) or name.endswith(".egg-link"):
             yield name
@@ -127,7 +125,7 @@ _SYSTEM = (
 _OWN_DIRECTORIES = ("/work", "/tmp", "/dev", "/proc", "/box", "/run")
 """A sandbox has its own versions of these, so the host's files below them are not visible."""
 _SPARE_DIRECTORIES = ("/mnt", "/srv", "/media", "/opt")
-_LARGEST_SCRIPT_BYTES = 32768
+_SCRIPT_BYTES = 32768
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Variables for numeric libraries: there are many programs, so none may use every core."""
@@ -135,7 +133,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 
 @functools.cache
 def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
-    """Returns the host paths that programs may read, with all below each.
+    """The host paths that programs may read, with all below each.
 
     A link stands for itself only: what it leads to is visible if its real place is. They are those
     of this interpreter: call it after `move_python`, if that is needed.
@@ -146,10 +144,8 @@ def visible_paths(private: tuple[str, ...] = ()) -> list[str]:
 
 @functools.cache
 def partly_visible(private: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Returns the folders of which programs see all but some paths, and these paths.
-
-    So `visible_paths` has everything else in such a folder.
-    """
+    """The folders of which programs see all but some paths, and these paths: `visible_paths` has
+    everything else in such a folder."""
     found: dict[str, list[str]] = {}
     shown = visible_paths(private)
     for root, seen in _seen_in_roots(private).items():
@@ -161,7 +157,7 @@ def partly_visible(private: tuple[str, ...] = ()) -> dict[str, list[str]]:
 
 
 def search_path() -> list[str]:
-    """Returns the import path of programs: the part of this interpreter's path that they see.
+    """The import path of programs: the part of this interpreter's path that they see.
 
     It never has a directory that they can write to (the server may have been started in /tmp): the
     next program would import a module that a program leaves there.
@@ -173,12 +169,11 @@ def search_path() -> list[str]:
 
 
 def shown_roots() -> set[str]:
-    """Returns the real places of directories and files that are visible but for what is hidden."""
+    """The real places of directories and files that are visible but for what is hidden."""
     return {os.path.realpath(root) for root in _roots()}
 
 
 def variables() -> dict[str, str]:
-    """Returns the environment variables of programs; nothing else is inherited."""
     places = [f"{sys.prefix}/bin", f"{sys.base_prefix}/bin"]
     places += ["/usr/local/bin", "/usr/bin", "/bin"]
     return {
@@ -199,7 +194,7 @@ def variables() -> dict[str, str]:
 
 
 def etc_files(user: int = 1000) -> dict[str, str]:
-    """Returns the files of /etc that programs get instead of the host's, by name."""
+    """The files of /etc that programs get instead of the host's, by name."""
     return {
         "passwd": (
             "root:x:0:0:root:/:/usr/sbin/nologin\n"
@@ -215,7 +210,7 @@ def etc_files(user: int = 1000) -> dict[str, str]:
 
 
 def must_move_python() -> bool:
-    """Returns whether this interpreter is below a directory that a sandbox replaces."""
+    """Whether this interpreter is below a directory that a sandbox replaces."""
     return _in_the_way(sys.prefix)
 
 
@@ -234,10 +229,8 @@ def move_python() -> None:
             f"Python is installed in {sys.base_prefix}, where a sandbox has its own directories"
         )
     place = _spare_directory()
-    if os.geteuid() == 0:
-        linux.unshare(linux.CLONE_NEWNS)
-    else:
-        _unshare_as_user()
+    namespaces.own_users()
+    linux.unshare(linux.CLONE_NEWNS)
     linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=0755,size=16m")
     new_prefix = f"{place}/python"
@@ -267,27 +260,13 @@ def _move_scripts(old: str, new: str) -> None:
     """Rewrites scripts whose first line names the interpreter by its old path."""
     for entry in os.scandir(old):
         target = Path(new, entry.name)
-        text = Path(entry.path).read_bytes() if _is_script(entry) else b""
+        is_script = entry.is_file(follow_symlinks=False) and entry.stat().st_size < _SCRIPT_BYTES
+        text = Path(entry.path).read_bytes() if is_script else b""
         if text.startswith(b"#!" + os.fsencode(old)):
             target.write_bytes(text.replace(os.fsencode(old), os.fsencode(new), 1))
             target.chmod(0o755)
         else:
             _bind(entry.path, str(target))
-
-
-def _is_script(entry: os.DirEntry[str]) -> bool:
-    return entry.is_file(follow_symlinks=False) and entry.stat().st_size < _LARGEST_SCRIPT_BYTES
-
-
-def _unshare_as_user() -> None:
-    user, group = os.geteuid(), os.getegid()
-    linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{user} {user} 1"),
-        ("gid_map", f"{group} {group} 1"),
-    ):
-        Path("/proc/self", name).write_text(text)
 
 
 def _spare_directory() -> str:
@@ -306,7 +285,7 @@ def _in_the_way(path: str) -> bool:
 
 
 def _roots() -> Iterator[str]:
-    """Yields directories and files that are visible except for what is hidden in them.
+    """Directories and files that are visible except for what is hidden in them.
 
     A link comes with its real place: by itself it makes nothing visible.
     """
@@ -320,7 +299,7 @@ def _roots() -> Iterator[str]:
 
 @functools.cache
 def _seen_in_roots(private: tuple[str, ...]) -> dict[str, dict[str, bool]]:
-    """Returns for each of `_roots` whether paths in it are visible: see `_look`."""
+    """For each of `_roots` whether paths in it are visible: see `_look`."""
     hidden = hidden_paths(private)
     found: dict[str, dict[str, bool]] = {}
     for root in _roots():

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from .program import MB
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 _SUMS = ("wall_seconds", "cpu_seconds", "read_bytes", "written_bytes", "output_bytes", "executions")
 _PEAKS = ("disk_bytes", "peak_processes")
@@ -48,19 +45,11 @@ class Totals:
             self.killed[reason] = self.killed.get(reason, 0) + count
 
     def as_record(self) -> dict[str, Any]:
+        same = (*_SUMS, "peak_processes", "cpu_exact", "memory_exact", "killed")
         return {
-            "wall_seconds": self.wall_seconds,
-            "cpu_seconds": self.cpu_seconds,
-            "cpu_exact": self.cpu_exact,
+            **{name: getattr(self, name) for name in same},
             "peak_memory_mb": self.peak_memory / MB,
-            "memory_exact": self.memory_exact,
-            "read_bytes": self.read_bytes,
-            "written_bytes": self.written_bytes,
-            "output_bytes": self.output_bytes,
             "disk_mb": self.disk_bytes / MB,
-            "peak_processes": self.peak_processes,
-            "executions": self.executions,
-            "killed": self.killed,
         }
 
 
@@ -75,7 +64,6 @@ class Accounts:
         self._own = _opened(f"/proc/self/task/{os.getpid()}/io")
 
     cpu_exact = False
-    """Whether `cpu_seconds` misses nothing."""
 
     def cpu_seconds(self, living: float = 0.0) -> float:
         """User and system time, with that of the `living` processes."""
@@ -125,24 +113,23 @@ _PAGE = resource.getpagesize()
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Sample:
+class Sample(NamedTuple):
     """Usage of all programs together; CPU time only of those still alive."""
 
-    def __init__(self, memory_bytes: int, cpu_seconds: float, processes: int) -> None:
-        self.memory_bytes = memory_bytes
-        self.cpu_seconds = cpu_seconds
-        self.processes = processes
+    memory_bytes: int
+    cpu_seconds: float
+    processes: int
 
 
 def numbers(proc: str = "/proc") -> Iterator[int]:
-    """Yields the ids of all processes that the file system `proc` shows."""
+    """The ids of all processes that the file system `proc` shows."""
     for entry in os.scandir(proc):
         if entry.name.isdigit():
             yield int(entry.name)
 
 
 def sample(programs: Iterable[int], memory_limit: int, proc: str = "/proc") -> Sample:
-    """A look at `programs`, numbered as in `proc`; those that end meanwhile count as nothing."""
+    """`programs` are numbered as in `proc`; those that end meanwhile count as nothing."""
     resident = cpu_ticks = processes = 0
     found = []
     for pid in programs:

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
+from typing import Any
 
 MAX_FRAME_BYTES = 96 * 2**20
 """A request (an archive may be large) or an answer; `SandboxSpec` and limits keep below it."""
@@ -53,11 +50,8 @@ def encode(*parts: Any) -> bytes:
 
 
 class Frames:
-    """Collects bytes into frames.
-
-    Args:
-        most_text: bytes of text in one; text may be a hundred times as large when it is read.
-    """
+    """Collects bytes into frames. `most_text`: bytes of text in one; it may be a hundred times as
+    large when it is read."""
 
     def __init__(self, most_text: int = MAX_FRAME_BYTES) -> None:
         self._most_text = most_text

@@ -17,56 +17,41 @@ import signal
 import socket
 import sys
 from functools import partial
+from typing import Any, NamedTuple
 
 from . import inside, linux, namespaces, outer
 from .backend import Backend, HostBackend, NamespaceBackend
 from .program import warm_up
 from .wire import MAX_MESSAGE_BYTES, NAMESPACE_BACKENDS
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
-
-class Boot:
+class Boot(NamedTuple):
     """Arguments of a zygote, passed as JSON.
 
     Args:
         control_fd: SOCK_SEQPACKET to the supervisor.
         supervisor_pid: the zygote ends when this process does.
-        backend: see SandboxConfig.
         root: an empty directory, for the outer layer or for the sandboxes' directories on the host.
         preload: modules to import before the outer layer is closed.
         private: see `system.hidden_paths`.
+        seen: the programs' view of files; see `system.describe`.
     """
 
-    def __init__(
-        self,
-        *,
-        control_fd: int,
-        supervisor_pid: int,
-        backend: str,
-        root: str,
-        preload: list[str],
-        private: list[str],
-    ) -> None:
-        self.control_fd = control_fd
-        self.supervisor_pid = supervisor_pid
-        self.backend = backend
-        self.root = root
-        self.preload = preload
-        self.private = private
-        self.seen: dict[str, Any] = {}
-        """The programs' view of files; see `system.describe`."""
+    control_fd: int
+    supervisor_pid: int
+    backend: str
+    root: str
+    preload: list[str]
+    private: list[str]
+    seen: dict[str, Any]
 
 
 def main(boot_json: str) -> None:
-    """Runs a zygote until its end (and the process that holds its outer layer)."""
-    boot = Boot(**json.loads(boot_json))
+    boot = Boot(**json.loads(boot_json), seen={})
     control = socket.socket(fileno=boot.control_fd)
     try:
         linux.die_with(boot.supervisor_pid, signal.SIGKILL)
-        boot.seen = outer.prepare(boot.backend, boot.private)
+        boot.seen.update(outer.prepare(boot.backend, boot.private))
         for name in boot.preload:
             importlib.import_module(name)
         run = partial(_obey, boot, control)
@@ -83,7 +68,6 @@ def _tell(control: socket.socket, *message: Any, descriptors: tuple[int, ...] = 
 
 
 def _obey(boot: Boot, control: socket.socket) -> None:
-    """Forks until the supervisor closes its end."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the children
     sys.path[:] = boot.seen["search_path"]
     os.environ.clear()
@@ -119,7 +103,6 @@ def _be_first_to_die() -> None:
 def _make(
     boot: Boot, control: socket.socket, channel: socket.socket, request_id: int, uid: int | None
 ) -> None:
-    """Forks the in-sandbox server of one sandbox and reports it to the supervisor."""
     directory, owner = "", namespaces.owner(uid)
     try:
         if boot.backend in NAMESPACE_BACKENDS:
@@ -159,12 +142,5 @@ def _backend(boot: Boot, uid: int | None, owner: tuple[int, int], directory: str
         namespaces.become_user(uid)
     # No namespace kills this process with the zygote, so ask the kernel for a signal.
     linux.die_with(zygote_pid, signal.SIGTERM)
-    return HostBackend(
-        directory,
-        confined=boot.backend == "landlock",
-        readable=boot.seen["visible"],
-        listed=boot.seen["search_path"],
-        filter_program=bytes.fromhex(boot.seen["filter"]),
-        variables=boot.seen["variables"],
-        own_user=uid is not None,
-    )
+    confined = boot.backend == "landlock"
+    return HostBackend(directory, boot.seen, confined=confined, own_user=uid is not None)

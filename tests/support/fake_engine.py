@@ -79,7 +79,8 @@ def _run(folder: Path, options: list[str]) -> int:
     namespaces.own_users()
     with tempfile.TemporaryDirectory() as root:
         visible = [*system.visible_paths(), str(folder)]
-        return namespaces.enter_outer(root, visible, system.etc_files(), inside)
+        seen = {"visible": visible, "etc": system.etc_files(), "partly": {}}
+        return namespaces.enter_outer(root, seen, inside)
 
 
 def _furnish(repository: Path, python: str) -> None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from envserver_local.simulated.engine import SimEngine
 from envserver_records.records import Group, Sequence
 
 from envserver import SimConfig
 from envserver.models.engine import EngineRequest
-from envserver.models.sim import SimEngine
 from support.api import native_group
 from support.records import sequence
 

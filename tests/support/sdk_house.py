@@ -18,12 +18,13 @@ import openai
 import orjson
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
+from envserver_local.simulated.engine import SimEngine
+from envserver_local.simulated.policy import RolloutSolver
 from envserver_records.records import Call, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
 from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
-from envserver.models.sim import RolloutSolver, SimEngine
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.server import Proxy

@@ -3,11 +3,12 @@
 import json
 from typing import Any
 
+from envserver_local.simulated.engine import SimEngine
+from envserver_local.simulated.policy import TextSolver
 from envserver_local.simulated.tokenizer import shared_tokenizer
 
 from envserver import SimConfig
 from envserver.models.engine import EngineRequest
-from envserver.models.sim import SimEngine, TextSolver
 
 TOKENIZER = shared_tokenizer()
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -315,7 +315,7 @@ async def _engine(settings: LmEvalSettings) -> AsyncIterator[CountingEngine]:
 
 def _made(settings: LmEvalSettings, openai: OpenAIConfig) -> Engine:
     if settings.model == SIMULATED:
-        from envserver.models.sim import SimEngine
+        from envserver_local.simulated.engine import SimEngine
 
         return SimEngine(settings.sim)
     from envserver.models.openai import OpenAIEngine

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import orjson
 import pytest
+from envserver_local.simulated.engine import SimEngine
 from envserver_records.errors import EngineTimeout, LimitReached, RolloutError, Stale, StoreError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from support.waiting import PATIENCE, settled, until
 
 from envserver.http.health import Metrics
 from envserver.models.engine import MeasuredEngine
-from envserver.models.sim import SimEngine
 from envserver.rollouts.events import GroupDropped, RolloutFailed
 from envserver.settings.config import SimConfig
 from envserver.settings.server import AlarmsConfig

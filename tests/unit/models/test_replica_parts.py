@@ -18,7 +18,7 @@ from support.waiting import until
 from envserver.models import FLOOR, Replica
 from envserver.models.connections import watchful_socket
 from envserver.models.http_client import BrokenOff, HttpPool, NoConnection, Response, origin_of
-from envserver.models.replicas import AdaptiveLimit, Breaker, Load, Slots, read_load
+from envserver.models.replicas import Load, ReplicaRequest, Slots, read_load
 
 calm = settings(deadline=None, max_examples=examples(60))
 
@@ -68,41 +68,41 @@ EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=80))
 def test_a_breaker_opens_tries_one_call_and_closes(events: list[tuple[str, float]]) -> None:
     now = 0.0
-    breaker = Breaker(lambda: now)
-    calls: list[tuple[float, bool]] = []
+    replica = Replica("http://a", 1, lambda: now)
+    calls: list[tuple[ReplicaRequest, bool]] = []
     for event, number in events:
         if event == "wait":
             now += number
-        elif event == "begin" and breaker.allows:
-            calls.append((now, breaker.begin()))
+        elif event == "begin" and replica.usable:
+            calls.append((request := replica.request(), replica.begin(request)))
         elif event in ("well", "unwell"):
-            breaker.checked(event == "well", "asked")
+            replica.checked(event == "well", "asked")
         elif calls:
-            begun_at, tries = calls.pop(int(number) % len(calls))
+            request, tries = calls.pop(int(number) % len(calls))
             if event == "good":
-                breaker.succeeded(begun_at)
+                replica.answered(request.begun_at)
             elif event == "bad":
-                breaker.failed(begun_at, "bad")
+                replica.failed(request.begun_at, "bad")
             elif event == "refused":
-                breaker.refused("no connection")
-            breaker.end(tries)
+                replica.refused("no connection")
+            replica.end(request, tries=tries)
         trying = sum(tries for _, tries in calls)
-        assert breaker.allows == (
-            breaker.state == "closed" or (breaker.state == "half_open" and not trying)
+        assert replica.usable == (
+            replica.state == "closed" or (replica.state == "half_open" and not trying)
         )
-        assert breaker.until <= now + 30
+        assert replica.aside_until <= now + 30
+        assert bool(replica.reason) == (replica.state != "closed")
         if event == "unwell":
-            assert breaker.state == "open"
+            assert replica.state == "open"
     # Whatever it went through, a replica that is well again is used again.
-    breaker.checked(True)
-    for _, tries in calls:
-        breaker.end(tries)
+    replica.checked(True)
+    for request, tries in calls:
+        replica.end(request, tries=tries)
     now += 31
-    assert breaker.allows
-    tries = breaker.begin()
-    breaker.succeeded(now)
-    breaker.end(tries)
-    assert breaker.state == "closed"
+    assert replica.usable
+    with replica.request():
+        replica.answered(now)
+    assert replica.state == "closed"
 
 
 # Slots
@@ -174,15 +174,16 @@ LOADS = st.builds(
 @calm
 @given(st.integers(1, 2000), st.lists(st.tuples(LOADS, st.integers(0, 3000)), max_size=60))
 def test_the_limit_keeps_its_bounds(most: int, polls: list[tuple[Load, int]]) -> None:
-    limit = AdaptiveLimit(most)
-    assert limit.limit == most
-    for load, in_flight in polls:
-        before = limit.limit
-        now = limit.observe(load, in_flight)
-        assert min(FLOOR, most) <= now <= most
+    slots = Slots(most)
+    assert slots.limit == most
+    for load, slots.used in polls:
+        before = slots.limit
+        slots.observe(load)
+        assert min(FLOOR, most) <= slots.limit <= most
         if load.waiting:
-            assert now <= before
-    assert limit.forget() == most
+            assert slots.limit <= before
+    slots.observe(None)
+    assert slots.limit == most
 
 
 def test_vllm_and_sglang_say_how_loaded_they_are() -> None:

@@ -17,8 +17,10 @@ import numpy as np
 import openai
 import pytest
 from envserver_local.simulated import ASSETS
+from envserver_local.simulated.engine import SimEngine
 from envserver_local.simulated.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver_local.simulated.policy import REFUSALS, Solution
+from envserver_local.simulated.policy import REFUSALS, RolloutSolver, Solution, TextSolver
+from envserver_local.simulated.server import serve_sim
 from envserver_local.simulated.wording import spoiled_answer
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused, EngineUnavailable
 from envserver_records.records import Task
@@ -51,7 +53,6 @@ from envserver.cli import main
 from envserver.environment import Environment
 from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
-from envserver.models.sim import RolloutSolver, SimEngine, TextSolver, serve_sim
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 CASES = cases_of(__file__)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_local.simulated.server import serve_sim
 from prometheus_client.parser import text_string_to_metric_families
 from support.alarm_server import AT_ONCE, ENVIRONMENT, Alarms, serving
 from support.commands import envserver as command
 from support.waiting import until
 
 from envserver import SimConfig
-from envserver.models.sim import serve_sim
 
 pytestmark = pytest.mark.thorough
 

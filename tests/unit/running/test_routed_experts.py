@@ -16,6 +16,8 @@ from envserver_clients.adapters.skyrl import output_of
 from envserver_clients.adapters.slime import samples_of
 from envserver_clients.adapters.verl import outputs_of
 from envserver_local.simulated.answers import Plan
+from envserver_local.simulated.engine import SimEngine
+from envserver_local.simulated.policy import TextSolver
 from envserver_local.simulated.server import sim_app
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.experts import experts_from, table_from_text, table_to_text
@@ -32,7 +34,6 @@ import envserver
 from envserver import Environment, Score, Settings, SimConfig, Task, TokensConfig
 from envserver.export import group_line
 from envserver.export.stored import group_of, group_record
-from envserver.models.sim import SimEngine, TextSolver
 from envserver.running.delivered import read_line
 from envserver.running.engines import make_endpoint
 

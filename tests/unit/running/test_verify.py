@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from envserver_local.simulated.engine import SimEngine
 from envserver_records.errors import EngineError, EngineUnavailable
 from envserver_records.records import Group
 from support.api import put_native, running_api
@@ -18,7 +19,6 @@ from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.vllm_server import VllmServer
 
 from envserver.export import group_line
-from envserver.models.sim import SimEngine
 from envserver.running.delivered import FileSource
 from envserver.running.verifying import Report, Sample, verify
 

@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -26,7 +27,7 @@ from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimi
 from envserver.sandbox import SandboxClient, SandboxService, docker, find_engine, service
 from envserver.sandbox.container import CgroupAccounts
 from envserver.sandbox.docker import new_prefix, remove_leftovers
-from envserver.sandbox.opening import WatchedSandboxes, sandboxes_at
+from envserver.sandbox.maker import WatchedSandboxes, sandboxes_at
 from envserver.sandbox.service import probe
 from envserver.sandbox.source import custom_sandboxes
 
@@ -120,7 +121,8 @@ def test_only_containers_of_servers_that_are_gone_are_removed(engine: Path) -> N
     (engine / "left").write_text("\n".join(of_gone + others))
     found = find_engine(fake_engine.IMAGE)
     assert remove_leftovers(found) == of_gone
-    assert remove_leftovers(found, ours) == [f"{ours}-c"]
+    own = msgspec.structs.replace(found, prefix=ours)
+    assert remove_leftovers(own) == [f"{ours}-c"]
     removed = [words[3:] for words in fake_engine.commands(engine) if words[0] == "rm"]
     assert removed == [of_gone, [f"{ours}-c"]]
 

@@ -120,12 +120,11 @@ async def test_a_folder_is_shown_without_what_is_hidden_in_it(tmp_path: Path, na
             linux.mount("", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
             linux.mount(f"{folder}/entry2", f"{folder}/entry1", flags=linux.MS_BIND)
         ours, theirs = os.pipe()
+        partly = {str(folder): [str(folder / "secret"), str(folder / "sub/secret")]}
         namespaces.enter_outer(
             str(tmp_path / "root"),
-            visible,
-            {},
+            {"visible": visible, "etc": {}, "partly": partly},
             lambda: print(json.dumps(look()), file=os.fdopen(theirs, "w"), flush=True),
-            partly={str(folder): [str(folder / "secret"), str(folder / "sub/secret")]},
         )
         return dict(json.loads(os.read(ours, 65536)))
 

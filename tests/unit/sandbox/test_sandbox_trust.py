@@ -90,15 +90,8 @@ class Exhausted(HostBackend):
 
 async def test_a_program_the_machine_cannot_start_is_no_mistake_of_callers(tmp_path: Path) -> None:
     def room() -> Exhausted:
-        return Exhausted(
-            str(tmp_path),
-            confined=False,
-            filter_program=b"",
-            readable=[],
-            listed=[],
-            variables={},
-            own_user=False,
-        )
+        seen = {"visible": [], "search_path": [], "filter": "", "variables": {}}
+        return Exhausted(str(tmp_path), seen, confined=False, own_user=False)
 
     with served(lambda channel: inside.serve(channel, room)) as box:
         await box.set_up(SandboxSpec())
