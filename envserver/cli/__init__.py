@@ -28,10 +28,8 @@ class Command:
     """A command: its module and a one-line summary.
 
     Args:
-        module: dotted name of the module that has `function` (`run(argv) -> exit status`; an
-            EnvserverError is explained in one line, with status 2 if the caller is at fault) and
-            `spec`, the CommandSpec; with a leading dot: a module of this package; "" for a group
-            of commands.
+        module: dotted name (with a leading dot: of this package) of the module that has `function`
+            (`run(argv) -> exit status`) and `spec`, the CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
         words: its subcommands.
@@ -48,7 +46,7 @@ class Command:
     before: str = ""
 
     def load_spec(self) -> CommandSpec[Any] | None:
-        """Returns what the command declares; None if it parses its arguments itself."""
+        """None: the command parses its arguments itself."""
         if not self.spec:
             return None
         module = importlib.import_module(self.module, __name__)
@@ -189,10 +187,9 @@ COMMANDS = {
 
 def all_commands() -> dict[str, Command]:
     """Returns the commands of envserver and of installed packages, as `--help` lists them.
-
-    A package adds commands by an entry point of the group `envserver.commands`: a dict of names
-    and `Command`s. Reading entry points takes a tenth of a second, so only help, completion and
-    commands that are not in `COMMANDS` do it.
+    A package adds a dict of names and `Command`s by an entry point of the group
+    `envserver.commands`.
+    Reading entry points takes a tenth of a second: only help, completion and other names need it.
     """
     from importlib.metadata import entry_points
 
@@ -216,14 +213,8 @@ def find_command(name: str) -> Command | None:
 
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the arguments after the program name; unset: those of this process.
-        environment: the environment that `--env` would name (`python -m environments.math ...`).
-
-    Returns:
-        The exit status.
+    """Runs one command; returns the exit status.
+    `environment`: what `--env` would name (`python -m environments.math ...`).
     """
     _open_closed_streams()
     try:
@@ -265,14 +256,12 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
 
 
 def subcommand(command: Command, rest: list[str]) -> tuple[Command, list[str]]:
-    """Returns the subcommand that the first words of `rest` name, and what is behind them."""
     while rest and rest[0] in command.words:
         command, rest = command.words[rest[0]], rest[1:]
     return command, rest
 
 
 def _group(name: str, group: Command, rest: Sequence[str]) -> int:
-    """Shows the help of a group of commands; returns 2 if the subcommand is missing or unknown."""
     if rest and rest[0] in ("-h", "--help", "help"):
         print(_help_of_group(name, group))
         return 0
@@ -310,9 +299,8 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
 @contextmanager
 def lean_imports() -> Iterator[None]:
     """Imports in the block leave out work that a start does not need; Ctrl-C waits for its end.
-
-    Everything works as after a plain import: what is left out is made when it is used. Libraries in
-    C and Rust do not expect Ctrl-C while they are imported.
+    What is left out is made when it is used. Libraries in C and Rust do not expect Ctrl-C while
+    they are imported.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # The collector would spend a sixth of a start on what imports make, which stays.
@@ -346,7 +334,6 @@ def _is_callers(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> int:
-    """Shows an error in one line; returns the exit status."""
     from envserver_records.errors import EnvserverError, UsageError
 
     if isinstance(error, EnvserverError):
@@ -365,9 +352,8 @@ def _explain(error: BaseException) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`).
-
-    Otherwise the next opened file would take their descriptor and receive printed output.
+    """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`): otherwise the next
+    opened file would take their descriptor and receive printed output.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,7 +1,5 @@
-"""`envserver check`: shows the report of a check on the terminal, as a card or as a page.
-
-In: the report of `running.checking`. Out: tables, or the card and the page in Markdown.
-"""
+"""`envserver check`: shows the report of a check on the terminal, as a card or as a page
+(Markdown)."""
 
 from __future__ import annotations
 
@@ -147,7 +145,6 @@ _FIELDS_SHOWN = 20
 
 
 def card(report: EnvironmentReport) -> str:
-    """Returns the card: a table for the README of the environment."""
     lines = ["| checked | found |", "|---|---|"]
     lines += [f"| {name} | {_cell(text)} |" for name, text in _rows(report)]
     if cheats := [one for one in report.plays if one.cheat]:
@@ -160,7 +157,6 @@ def card(report: EnvironmentReport) -> str:
 
 
 def page(report: EnvironmentReport) -> str:
-    """Returns the whole report as one page."""
     lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
     lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
     lines += [
@@ -173,7 +169,6 @@ def page(report: EnvironmentReport) -> str:
 
 
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:
-    """Returns wrong results and what was found about the rows of data, by title."""
     data = report.data
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
@@ -254,14 +249,12 @@ def _wrong(one: Kind | Played) -> Iterator[str]:
 
 
 def expected(kind: Kind) -> str:
-    """Returns the expected rewards as text."""
     if kind.expected_least == kind.expected_most:
         return f"{kind.expected_least:g}"
     return f"{kind.expected_least:g} to {kind.expected_most:g}"
 
 
 def verdict(kind: Kind) -> str:
-    """Returns whether the rewards are as expected, as text."""
     text = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
     return f"{text} ({kind.raised} raise)" if kind.raised else text
 
@@ -311,19 +304,16 @@ def _judged(one: Played) -> int:
 
 
 def ended_by(one: Played) -> str:
-    """Returns what ended plays other than their agents, as text."""
     failed = len(one.wrong) - _judged(one)
     parts = [f"{limit} {count}" for limit, count in sorted(one.limits.items())]
     return ", ".join([*parts, *([counted(failed, "failure")] if failed else [])])
 
 
 def number(value: float | None) -> str:
-    """Returns a reward as text, "-" if there is none."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def cost_of(scoring: ScoringCost) -> str:
-    """Returns what a score costs, as text."""
     usual, most = map(_milliseconds, (scoring.cpu_seconds, scoring.most_cpu_seconds))
     return f"{usual} of CPU, at most {most}"
 

@@ -1,9 +1,7 @@
 """What `evaluate` and `sweep` share: the environments that they run, and what they show.
 
-In: the command line. Out: `EvaluatedEnvironment`s, each with its own settings and a unique name. A
-folder has environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an
-environment: only their `env` and `sampling` are used, and flags override them; all other settings
-are the command's.
+A folder has environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an
+environment: only their `env` and `sampling` are used, and flags override them.
 """
 
 from __future__ import annotations
@@ -51,8 +49,6 @@ _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An environment, and its own settings with their origin."""
-
     reference: str
     place: str = ""
     tree: Tree = field(default_factory=dict)
@@ -60,8 +56,7 @@ class _Wanted:
 
 
 def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[EvaluatedEnvironment[M]]:
-    """Returns the environments given on the command line, at least one; each has a group size of 1
-    at temperature 0 unless another is given."""
+    """At temperature 0 the group size is 1 unless another is given."""
     warn = once(to_stderr)
     found = []
     for one in _wanted(command, argv):
@@ -165,8 +160,6 @@ def _of_file(path: Path) -> _Wanted:
 
 
 class Progress(EvaluationView):
-    """Shows the progress of an evaluation, and not its report."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self.show = partial(ProgressView, console)
@@ -176,8 +169,6 @@ class Progress(EvaluationView):
 
 
 class Shown(Progress):
-    """Shows an evaluation on a terminal."""
-
     def ended(self, run: GroupRun, settings: MixSettings) -> None:
         show_result(self._console, run, settings)
 
@@ -186,7 +177,6 @@ class Shown(Progress):
 
 
 def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
-    """Prints the tables of a report, how to read them, and where the files are."""
     if isinstance(report, Suite):
         tables = [summary_of(report)]
         for part in report.parts:

@@ -37,10 +37,7 @@ makes some hundred), and how often before the next generations are."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM ended the command."""
-
     status = 128 + signal.SIGTERM
-    """Exit status that the shell shows for a command ended by SIGTERM."""
 
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -55,12 +52,11 @@ def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def spare_collector() -> None:
-    """Tunes the garbage collector, which otherwise takes a fifth of the time of a call and
-    sometimes pauses for many milliseconds.
+    """Tunes the garbage collector, which otherwise takes a fifth of the time of a call and pauses.
 
     Objects that exist now live as long as the process. Reference counting frees nearly all objects
-    of a call, but only after they exceed Python's default threshold. A pause is as long as what
-    is looked through, so the two young generations stay small: 2,000 and 10,000 objects. With
+    of a call, but only after they exceed Python's default threshold. The two young generations stay
+    small (2,000 and 10,000 objects), since a pause is as long as what is looked through: with
     20,000 and 200,000 it stopped a loop with 1,000 rollouts in flight for 200 and 400 ms.
     """
     gc.freeze()
@@ -82,12 +78,7 @@ CLOSING_SECONDS = 15.0
 
 
 class SignalStop(Stop):
-    """Stops a run on SIGINT or SIGTERM.
-
-    Args:
-        say: shows one line.
-        drain_seconds: seconds after which open groups are cancelled; None: never.
-    """
+    """Stops a run on SIGINT or SIGTERM; `drain_seconds`: then open groups are cancelled."""
 
     def __init__(self, say: Callable[[str], object], *, drain_seconds: float | None = None) -> None:
         super().__init__()
@@ -139,13 +130,12 @@ class SignalStop(Stop):
 # line before it is written.
 
 _EQUAL_WARNINGS: Final = (0.1, 10.0)
-"""Rate a second, and burst, of equal warnings of a library."""
+"""Rate a second, and burst."""
 _MOST_KINDS: Final = 256
 
 
 class CurrentStderr(io.TextIOBase):
-    """Writes to the current `sys.stderr`. A progress bar replaces it while it is shown, and prints
-    lines above itself."""
+    """Writes to the current `sys.stderr`: a progress bar replaces it while it is shown."""
 
     def write(self, text: str, /) -> int:
         return sys.stderr.write(text)
@@ -168,9 +158,7 @@ def show_logs(settings: LogSettings) -> None:
 
 def configure_logs(level: str, form: LogFormat = "auto") -> None:
     """Shows events of at least `level` ("debug" ... "error"); for libraries, at least warnings.
-
-    Args:
-        form: auto is console: text between the tables of a command, wherever stderr goes.
+    `form`: auto is console.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     stderr = cast(TextIO, CurrentStderr())
@@ -202,7 +190,6 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
 
 class FewWarnings(logging.Filter):
     """Lets ten equal warnings of a library pass, then one in ten seconds.
-
     Every client can cause some: uvicorn writes one for each request that is not HTTP.
     """
 
@@ -229,8 +216,7 @@ class FewWarnings(logging.Filter):
         return True
 
 
-class _Lines(logging.StreamHandler[TextIO]):
-    """Handles log records of libraries."""
+class _Lines(logging.StreamHandler[TextIO]): ...
 
 
 def _renderers(form: LogFormat) -> list[Processor]:

@@ -1,7 +1,6 @@
 """Several environments in one command: `environments:` of a YAML file, or `--env math=2,code=1`.
-
-Each has its own settings: `env` applies to all of them; an environment's entry in the file
-overrides the rest of the file, and variables and flags override the entry.
+`env` applies to all of them; an environment's entry in the file overrides the rest of the file, and
+variables and flags override the entry.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ M = TypeVar("M", bound=MixSettings)
 
 
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
-    """Returns the environments given on the command line, with their settings; None if only one is
-    given.
-    """
+    """Returns None if only one environment is given."""
     entries, place = entries_of(command, argv)
     if entries is None:
         return None
@@ -55,7 +52,6 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
 
 
 def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
-    """Whether the entry itself sets `total_steps`, and no flag, variable or file overrides it."""
     own = entry.env.get("total_steps")
     return own is not None and own == settings.env.total_steps
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 
 class ListSettings(Section):
-    """Settings of `models list`."""
-
     models_file: Path = EngineConfig().models_file
     """YAML file that names the models."""
     as_json: bool = False
@@ -55,7 +53,6 @@ LIST = CommandSpec(
 
 
 def run_list(argv: list[str]) -> int:
-    """Runs the command; returns 1 if no model has a name."""
     with lean_imports():
         from ..models.catalogue import read_catalogue
         from .console import Console, show_json
@@ -102,8 +99,6 @@ _START_ALIASES = {
 
 
 class StartSettings(Section):
-    """Settings of `models start`."""
-
     name: str = Field(default="", min_length=0)
     """Name of the model. Can be given as the first argument."""
     log_level: LogLevel = "info"
@@ -130,7 +125,6 @@ PORT = 9001
 
 
 def run_start(argv: list[str]) -> int:
-    """Runs the command until a signal, or until the engine has died too often."""
     with lean_imports():
         from .loop import run_loop, show_logs
 
@@ -166,8 +160,6 @@ learning visibly works on a laptop. The same settings give the same weights on o
 
 
 class TinySettings(Section):
-    """Settings of `models tiny`."""
-
     folder: Path = Path()
     """Folder for the model. Can be given as the first argument."""
     tasks: Literal["sums", "many", "half_sort", "half_tool"] = "sums"
@@ -226,8 +218,6 @@ def run_tiny(argv: list[str]) -> int:
 
 
 class _TinyView:
-    """Shows a bar for each kind of experts and one for the training."""
-
     def __init__(self, bars: Progress, plan: TinyPlan) -> None:
         from envserver_local.tiny.from_experts import RECIPES
 
@@ -267,8 +257,6 @@ model: it answers with correct or spoiled solutions of the tasks of --env, and r
 
 
 class SimSettings(EnvironmentSettings):
-    """Settings of `models sim`."""
-
     host: LoopbackHost = "127.0.0.1"
     """Address to listen on; only loopback addresses."""
     port: int = Field(default=9001, ge=0, le=65535)
@@ -334,8 +322,6 @@ commas) are probed one by one, and their differences are shown."""
 
 
 class ProbeSettings(Section):
-    """Settings of `models probe`."""
-
     url: list[str] = Field(default_factory=list)
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
@@ -363,7 +349,6 @@ _TRIES = 2
 
 
 def run_probe(argv: list[str]) -> int:
-    """Runs the command; returns 1 if an engine does not answer."""
     with lean_imports():
         from .loop import run_loop, show_logs
 
@@ -435,12 +420,9 @@ _BETTER = {
 
 
 class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The probe result of one address.
-
-    Args:
-        template_kwargs: variables that the engine gives to every chat template, configured or
-            detected.
-        not_stitched: why conversations cannot be continued from recorded tokens.
+    """The probe result of one address. `template_kwargs`: variables that the engine gives to every
+    chat template, configured or detected; `not_stitched`: why conversations cannot be continued
+    from recorded tokens.
     """
 
     url: str
@@ -451,7 +433,6 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(probed: Sequence[ProbedEngine]) -> list[str]:
-    """Returns the differences between replicas of one engine, one line each."""
     lines = []
     facts = [_facts(one) for one in probed]
     for name in facts[0] if facts else ():
@@ -494,7 +475,6 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
 
 
 def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
-    """Prints one table for each address on stdout, and possible improvements."""
     from rich.table import Table
     from rich.text import Text
 

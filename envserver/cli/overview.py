@@ -1,7 +1,5 @@
 """What a server does, as tables for a terminal: `envserver serve` and `envserver top` show it.
-
-In: rows of its numbers (`telemetry.history`), oldest first. Out: tables, or one line. Rates and
-rewards are those of the last minute, or of the rows that there are.
+Rates and rewards are those of the last minute, or of the rows that there are.
 """
 
 from __future__ import annotations
@@ -31,12 +29,7 @@ _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
 class Overview:
-    """The figures of a server, computed from its rows.
-
-    Args:
-        rows: of at least one sample, oldest first; a counter that fell began again.
-        alarms: what is wrong, in sentences.
-    """
+    """The figures of a server, from at least one row of its numbers, oldest first."""
 
     def __init__(self, rows: Sequence[Row], alarms: Sequence[str] = ()) -> None:
         self._alarms = alarms
@@ -49,13 +42,11 @@ class Overview:
             self._named.setdefault(one.name, []).append((one, dict(one.labels), value))
 
     def tables(self) -> RenderableType:
-        """Returns the tables of environments, trainers, engines and failures that have a row."""
         parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
         troubles = [f"[red]{escape(_plain(one))}[/]" for one in self._troubles()]
         return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
 
     def headline(self) -> str:
-        """Returns the policy version, the speed and what waits, as a line."""
         version = self._now.get(Name("envserver_policy_version", ()), -1)
         groups = self._rate("envserver_groups_delivered_total") * 60
         waiting = self._sum("envserver_groups", state="queued")
@@ -70,7 +61,7 @@ class Overview:
         )
 
     def line(self) -> str:
-        """Returns the headline and the mean rewards, for output that is no terminal."""
+        """For output that is not a terminal."""
         agents = self._agents()[:_MOST_ROWS]
         rewards = [f"{_plain(name)} {_reward(self._mean(name, agent))}" for name, agent in agents]
         return " · ".join([self.headline(), *rewards, *self._troubles()])
@@ -214,10 +205,7 @@ async def shown(
     numbers: Callable[[], Awaitable[Numbers]],
     alarms: Callable[[], list[str]],
 ) -> AsyncIterator[None]:
-    """Shows an overview of `numbers`, and what is wrong, while the block runs.
-
-    What is printed appears above it.
-    """
+    """Shows an overview of `numbers`, and `alarms`, while the block runs."""
     rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
     live = Live(console=console, auto_refresh=False, transient=True)
 

@@ -1,8 +1,4 @@
-"""Commands that make rollouts and keep them in files: `process`, `sft-gen` and `scenarios`.
-
-`sft-gen` has the flags of Atropos' `atropos-sft-gen`, which fetches rollouts from a server; this
-command makes them.
-"""
+"""`envserver process`: makes rollouts and keeps them in files."""
 
 from __future__ import annotations
 

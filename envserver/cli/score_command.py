@@ -1,7 +1,4 @@
-"""Commands that judge what was made: `score`, `rescore` and `verify`; each prints a summary.
-
-The work is in `running.scoring`, `running.rescoring` and `running.verifying`.
-"""
+"""Commands that judge what was made: `score`, `rescore` and `verify`; each prints a summary."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ SCORE = CommandSpec(
 
 
 def run_score(argv: list[str]) -> int:
-    """Returns 1 if rows have an error."""
     with lean_imports():
         from ..running import scoring
         from .console import Console

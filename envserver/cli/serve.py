@@ -1,9 +1,4 @@
-"""Commands that serve until a signal: `serve`, `run-api`, `join` and `sandboxes serve`.
-
-`serve` runs rollouts for trainers and keeps them until they are acknowledged; `run-api` is the same
-server without an environment; `join` runs rollouts here for a remote server; `sandboxes serve`
-makes sandboxes here for remote servers.
-"""
+"""Commands that serve until a signal: `serve`, `run-api`, `join` and `sandboxes serve`."""
 
 from __future__ import annotations
 
@@ -114,7 +109,7 @@ def _stop(members: Members, console: Console) -> SignalStop:
 
 
 def _report(served: Served, members: Members, console: Console) -> int:
-    """Prints how the server ended; returns 1 if groups were cancelled, else 0."""
+    """Returns 1 if groups were cancelled, else 0."""
     if served.audit:
         console.say(served.audit)
     if served.judge:
@@ -200,7 +195,7 @@ def run_sandboxes(argv: list[str]) -> int:
 async def _serve_sandboxes(
     serving: AbstractAsyncContextManager[ServedSandboxes], drain_seconds: float
 ) -> int:
-    """Serves until SIGINT or SIGTERM; returns 1 if open sandboxes were ended, else 0."""
+    """Returns 1 if open sandboxes were ended, else 0."""
     import asyncio
 
     stop, at_once = asyncio.Event(), asyncio.Event()
@@ -265,7 +260,7 @@ def run_join(argv: list[str]) -> int:
 
 
 async def _join(line: RunSpec[JoinSettings], console: Console) -> int:
-    """Makes groups until the server ends; returns 1 if open groups were cancelled, else 0."""
+    """Returns 1 if open groups were cancelled, else 0."""
     from ..running.joining import identity, joined
     from .loop import SignalStop
 
@@ -289,7 +284,6 @@ async def _join(line: RunSpec[JoinSettings], console: Console) -> int:
 
 
 async def _join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
-    """Makes the groups that a run deals, until it ends; returns as `_join` does."""
     from ..running.joining import dealt_runner
     from .loop import SignalStop
 

@@ -56,7 +56,6 @@ def to_stderr(line: str) -> None:
 
 
 def once(warn: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns `warn` without repetitions of earlier lines."""
     seen: set[str] = set()
 
     def warn_once(line: str) -> None:
@@ -68,7 +67,6 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def config_file(path: Path | None) -> ConfigFile:
-    """Opens the file of --config; None: there is none."""
     if path is None:
         return ConfigFile()
     from .yaml_file import YamlFile
@@ -94,14 +92,12 @@ def load_settings(
     """Reads the settings of one command from all sources.
 
     Args:
-        settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
-            any Section with fewer of them (then other settings in files and variables are ignored).
+        settings_class: a section that lacks settings ignores them in files and variables.
         config_class: the environment's Config; unset: the Config of the given environment.
         environment: the environment, which overrides the sources.
         defaults: a tree of values that every source overrides.
         over_file: a place in a file and its tree of values, which override the rest of the file.
-        openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
-            does; "openai": OpenAI itself is used if only a key is set.
+        openai_variables: see `CommandSpec`.
         warn: called with one line for each name that is old, or has no effect.
     """
     read = partial(read_flags, aliases=aliases, arguments=arguments)
@@ -150,7 +146,6 @@ def load_settings(
 
 
 def named_environment(flags: Sequence[Given]) -> str | None:
-    """Returns the environment given in the sources, without checking anything else."""
     flags, file, variables = _sources(flags, None, Path())
     return _environment([*file.read(options_of(Settings)), *variables, *flags])
 
@@ -160,8 +155,6 @@ def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
 
 
 class _Problems:
-    """Collects mistakes so that all are reported at once."""
-
     def __init__(self) -> None:
         self._lines: list[str] = []
 
@@ -214,8 +207,8 @@ def _choose(
     warn: Callable[[str], None],
     problems: _Problems,
 ) -> dict[str, list[Given]]:
-    """Returns the values of each option from its strongest source; several only if a flag is
-    repeated."""
+    """Returns the values of each option from its strongest source; several only of repeated
+    flags."""
     others = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
@@ -310,7 +303,6 @@ OPENAI_PATHS = {
 }
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_MODEL = "gpt-4o-mini"
-"""Model at OpenAI's address if none is named."""
 _READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY", TOKEN_VARIABLE)
 
 
@@ -326,11 +318,7 @@ def engine_variables(
 
     The key goes only to an engine that the user names: nothing is returned if envserver starts the
     engine (`model`) or engines register (`openai.base_url` none), and no key without an address
-    unless `alone`.
-
-    Args:
-        stronger: what all other sources give.
-        alone: whether a key alone names OpenAI's address.
+    unless `alone` (a key alone names OpenAI's address). `stronger`: what all other sources give.
     """
     given = {current_path(one.path, OPENAI_PATHS.values()): one.value for one in stronger}
     if given.get("model") or given.get("openai.base_url", OPENAI_URL) in ("", NO_ENGINE):
@@ -374,7 +362,8 @@ def export_dotenv(
     folder: Path, environ: MutableMapping[str, str], warn: Callable[[str], None]
 ) -> None:
     """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
-    for them there."""
+    for them there.
+    """
     values = read_dotenv_values(folder / ".env", _READ_ELSEWHERE)
     new = {name: value for name, value in values.items() if value and name not in environ}
     environ.update(new)

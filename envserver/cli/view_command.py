@@ -1,5 +1,4 @@
-"""Commands that look at runs: `view` serves a page over files, stores or servers, and `top` shows
-tables of what a running server does."""
+"""Commands that look at runs: `view` serves a page, `top` shows tables of a running server."""
 
 from __future__ import annotations
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class ViewSettings(Section):
-    """Settings of `view`."""
-
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), unified trajectories or traces; folders of them or of
     `evaluate`; a store; or a server's URL (ENVSERVER_TOKEN holds its token). Several: compared."""
@@ -86,8 +83,6 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
 
 
 class TopSettings(Section):
-    """Settings of `top`."""
-
     url: str = "http://127.0.0.1:8000"
     """Address of the server; several equal servers: separate with commas. ENVSERVER_TOKEN holds the
     token, where it needs one."""
@@ -107,7 +102,6 @@ TOP = CommandSpec(
 
 
 def run_top(argv: list[str]) -> int:
-    """Shows the tables until Ctrl-C, or once."""
     with lean_imports():
         from envserver_records.servers import ServersClient
         from rich.live import Live

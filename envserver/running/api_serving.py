@@ -1,8 +1,5 @@
-"""The work of `envserver run-api`: serves the trainer API over a store, without an environment.
-
-In: groups that remote environments post. Out: groups that trainers lease or fetch. It is
-`serving` without the rollouts, over the same store.
-"""
+"""The work of `envserver run-api`: `serving` without rollouts. Groups come from remote
+environments."""
 
 from __future__ import annotations
 
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ApiServer:
-    """A running server without environments of its own."""
-
     url: str
     bootstrap: BootstrapServer
     runners: RunnerRegistry
@@ -39,7 +34,6 @@ class ApiServer:
 
 @contextlib.asynccontextmanager
 async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
-    """Serves while the context is open; yields the URL. Errors as for `api_server`."""
     async with api_server(settings) as server:
         yield server.url
 
@@ -101,12 +95,10 @@ class _Delivery:
         )
 
     def publish(self, version: int) -> None:
-        """Records that the engines of all environments now serve this version."""
         self.version = version
         self.staleness.publish(version)
 
     def status(self) -> dict[str, Any]:
-        """Returns the part of `/v1/status` that does not come from the store."""
         return {
             "stale_groups": self.staleness.dropped,
             "closed_silent_runs": dict(self.demand.closed_runs),

@@ -1,7 +1,5 @@
-"""The work of `envserver run`: runs an environment's agent once, on a question or a task.
-
-In: an environment, and the fields of its `Question` or the id of a task. Out: the scored
-trajectory, also as a unified document.
+"""The work of `envserver run`: runs an environment's agent once, on a question or on a task by id.
+Out: the scored trajectory, also as a unified document.
 """
 
 from __future__ import annotations
@@ -61,11 +59,8 @@ _UNHURRIED_SECONDS = 7 * 86400.0
 
 
 class EnvironmentRaised(Exception):
-    """The environment's code raised while it was debugged.
-
-    Args:
-        error: what it raised; its traceback begins in the environment's code.
-        place: "tasks", "prepare_scoring", "rollout" or "score".
+    """The environment's code raised `error` while it was debugged, in `place`: "tasks",
+    "prepare_scoring", "rollout" or "score". Its traceback begins in the environment's code.
     """
 
     def __init__(self, error: Exception, place: str, environment: type[Environment]) -> None:
@@ -95,11 +90,8 @@ def debuggable(spec: RunSpec[RunOrReplay], *, here: bool = True) -> RunSpec[RunO
 async def run_here(
     context: RolloutContext, environment: Environment, request: GroupRequest, *, scored: bool
 ) -> Trajectory:
-    """Runs and scores the task of `request` once, in this process.
-
-    Args:
-        context: without scorer processes (`rollout_context(scores_here=True)`).
-        scored: its answer is known; else its score has no reward.
+    """Runs and scores the task of `request` once, in this process; `context` has no scorer
+    processes. `scored`: whether the answer is known; else the score has no reward.
     """
     pool = DebugPool(stops=False)
     here = msgspec.structs.replace(context, pool=pool)
@@ -152,7 +144,6 @@ async def _score(environment: Environment, task: Task, result: Result, *, in_thr
 def _own_frames(
     trace: TracebackType | None, environment: type[Environment]
 ) -> TracebackType | None:
-    """Returns the traceback from the environment's first frame on; all of it if there is none."""
     folder = Path(inspect.getfile(environment)).resolve().parent
     first = trace
     while first is not None:
@@ -167,8 +158,6 @@ PERSON = "sim"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request to the person."""
-
     line: str
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -180,8 +169,7 @@ Answer = Callable[[Asked], Message | None]
 
 class PersonEngine(SimEngine):
     """The simulated engine with a person as the model, whose messages come from `answer`.
-
-    One request is shown at a time; the event loop goes on while the person types.
+    It shows one request at a time; the event loop goes on while the person types.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -194,7 +182,7 @@ class PersonEngine(SimEngine):
         return Said(self._said[wish.rollout_id])
 
     async def post(self, request: EngineRequest) -> dict[str, Any]:
-        """See Engine; the time in which the person thinks does not count."""
+        """The time in which the person thinks does not count."""
         await self._ask(request.body, request.rollout_id)
         return await super().post(request)
 
@@ -214,7 +202,6 @@ class PersonEngine(SimEngine):
 
 
 def _canonical(message: Message) -> Message:
-    """Returns the message with canonical arguments; what is not JSON stays as it was typed."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -263,8 +250,6 @@ class Answered:
 
 @dataclass(frozen=True)
 class Asking:
-    """A question that is ready to be run, or the task that the settings name; made by `asking`."""
-
     spec: RunSpec[RunSettings]
     environment: Environment
     question: Environment.Question | None
@@ -282,7 +267,6 @@ def asking(spec: RunSpec[RunSettings]) -> Asking:
 async def ask(
     asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
 ) -> Answered:
-    """Runs one rollout of the question or the task."""
     spec, environment, question = asking.spec, asking.environment, asking.question
     asked = None if question is None else environment.task_from_question(question)
     async with _parts(asking, person) as context:
@@ -312,7 +296,6 @@ async def ask(
 
 @contextlib.asynccontextmanager
 async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[RolloutContext]:
-    """Starts what the rollout needs; with `person` as the model, if given."""
     settings, environment = asking.spec.settings, asking.environment
     if person is None:
         async with rollout_context(
@@ -344,7 +327,6 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 
 async def _named_task(asking: Asking) -> Task:
-    """Returns the task that the settings name, read in this thread if it is debugged."""
     spec, environment = asking.spec, asking.environment
     address = getattr(getattr(environment, "sandboxes", None), "address", None)
     config = environment.config.model_dump(mode="json")
@@ -365,7 +347,6 @@ def _scored(question: Environment.Question | None) -> bool:
 
 
 def _question(spec: RunSpec[RunSettings]) -> Environment.Question | None:
-    """Returns the question in the settings; None if they name a task."""
     kind = spec.environment_class.Question
     given = {
         name: getattr(spec.settings, name)

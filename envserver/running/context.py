@@ -91,22 +91,17 @@ _RESERVED_MB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class ChosenHarness:
-    """The program of a run.
-
-    Args:
-        folder: where it is installed on this machine; "": nowhere that sandboxes do not see.
-    """
+    """The program of a run; `folder`: where it is installed here, "": nowhere that sandboxes do
+    not see."""
 
     spec: HarnessSpec
     folder: str = ""
 
     def sandbox(self) -> dict[str, Any]:
-        """Returns what its workers' sandbox has besides the usual."""
         return {"shown": self.folder, "reserved_mb": _RESERVED_MB}
 
 
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
-    """Returns the isolation of a run's workers: for its own agent, as the environment declares."""
     if not config.is_set:
         return environment.isolation
     if type(environment).harness_task is Environment.harness_task:
@@ -120,7 +115,6 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
 
 
 def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
-    """Returns the external agent; None: the environment's own."""
     if not config.is_set:
         return None
     arguments, output_bytes = config.arguments, config.output_kb << 10
@@ -154,7 +148,6 @@ def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> Chos
 
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
-    """Returns what identifies the program in the record of an evaluation."""
     chosen = chosen_harness(config, None)
     return {} if chosen is None else chosen.spec.identity()
 
@@ -169,12 +162,8 @@ _log = structlog.get_logger("envserver.egress")
 
 
 class SharedEngine(msgspec.Struct, frozen=True):
-    """The open engine of all rollouts and how it is called.
-
-    Args:
-        demonstrator, tracer: see RolloutContext.
-        fleet: its engines that come and go; None: it cannot have any.
-    """
+    """The open engine of all rollouts and how it is called; `fleet`: engines that come and go,
+    if any."""
 
     engine: MeasuredEngine
     endpoint: EngineEndpoint
@@ -194,10 +183,7 @@ async def shared_engine(
     gate: Gate | None = None,
     folder: Path | None = None,
 ) -> AsyncIterator[SharedEngine]:
-    """Opens the engine that `settings` name, behind `gate` (default: a new gate), and the judge.
-
-    Other arguments and errors: see `rollout_context`.
-    """
+    """Opens the engine that `settings` name, and the judge; see `rollout_context`."""
     async with contextlib.AsyncExitStack() as stack:
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
@@ -224,7 +210,6 @@ async def shared_engine(
 async def _fleet(
     settings: Settings, engine: Engine, endpoint: EngineEndpoint, *, need_exact: bool
 ) -> AsyncIterator[Fleet | None]:
-    """Opens the engines of `engine` that come and go; None: it cannot have any."""
     if engine.kind != "openai":
         yield None
         return
@@ -234,8 +219,7 @@ async def _fleet(
         yield fleet
 
 
-def _ignore(event: Event) -> None:
-    """An observer that ignores all events."""
+def _ignore(event: Event) -> None: ...
 
 
 @contextlib.asynccontextmanager
@@ -255,14 +239,13 @@ async def rollout_context(
     is_up: Callable[[str], None] = lambda part: None,
     egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
-    """Starts everything that running rollouts needs, and stops it on exit.
+    """Starts everything that running rollouts needs.
 
     Args:
-        for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
+        for_training: `tokens.max_untrained_share` applies.
         scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.
-        need_engine: whether the engine must answer now. If False it may come up later; then its
-            model must be set.
+        need_engine: the engine must answer now; if False, its model must be set.
     """
     reference = absolute(env_reference)
     roles = roles_of(environment)
@@ -381,7 +364,6 @@ async def rollout_context(
 def _egress(
     config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
 ) -> Egress | None:
-    """Returns what carries agents' requests to hosts outside; None if there are no such hosts."""
     if not environment.egress:
         return None
     rules = EgressRules(environment.egress, addresses_for_tests=addresses)
@@ -453,7 +435,6 @@ async def _check_own(
 
 @contextlib.asynccontextmanager
 async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPool]]:
-    """Starts `scorer` in the background of the block; await the task before using it."""
     starting = asyncio.create_task(scorer.__aenter__())
     try:
         yield starting
@@ -465,7 +446,6 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs `work` in the background of the block; await the task, or it is cancelled."""
     task = asyncio.create_task(work)
     try:
         yield task
@@ -485,7 +465,6 @@ async def _host(
     sandboxes: SandboxMaker | None,
     egress: Egress | None,
 ) -> AsyncIterator[AttemptSandboxes | None]:
-    """Starts the sandboxes of attempts; None if the environment declares none."""
     if sandboxes is None or environment.sandbox is None:
         yield None
         return
@@ -501,18 +480,12 @@ async def _host(
 
 
 def _sandbox_places(settings: Settings) -> int:
-    """Returns the maximum number of agents' sandboxes at a time.
-
-    One is kept free for each scorer, which would otherwise wait for the agents.
-    """
+    """One is kept free for each scorer, which would otherwise wait for the agents."""
     return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
 
 
 def _slots(settings: Settings, environment: Environment, isolation: Isolation) -> int:
-    """Returns the maximum number of rollouts in flight.
-
-    A rollout that waits for a worker or a sandbox would use up its own time limit.
-    """
+    """A rollout that waits for a worker or a sandbox would use up its own time limit."""
     room = min(settings.rollouts.max_concurrent, _workers(settings, isolation))
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
 

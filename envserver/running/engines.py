@@ -36,10 +36,7 @@ _log = structlog.get_logger("envserver.engine")
 async def started(
     model: str | None, openai: OpenAIConfig, config: EngineConfig
 ) -> AsyncIterator[OpenAIConfig]:
-    """Yields the address of the engine: `openai`, or that of an engine started for `model`.
-
-    An engine is started only if `model` names one to be started; it is stopped on exit.
-    """
+    """Yields `openai`, or the address of an engine that runs for `model` during the block."""
     if model is None or model == SIMULATED:
         yield openai
         return
@@ -62,10 +59,7 @@ async def started(
 
 
 def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demonstrator | None]:
-    """Makes the engine that `settings` name, at the address in `openai`.
-
-    Also returns the demonstrator, which is given the solutions (simulated engine only).
-    """
+    """Also returns the demonstrator, which is given the solutions (simulated engine only)."""
     if settings.model == SIMULATED:
         from ..models.sim import RolloutSolver, SimEngine
 
@@ -86,8 +80,9 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
 
 
 def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
-    """Returns where engines may be registered. Where access tokens are asked for, others than the
-    owner of this machine may register them: not at addresses of this machine."""
+    """Where access tokens are required, others than the owner of this machine may register engines:
+    not at addresses of this machine.
+    """
     return EngineAddresses(
         settings.engines.allow,
         openai.base_urls,
@@ -111,9 +106,8 @@ def make_endpoint(
     is_elsewhere: bool = False,
     gate: Gate | None = None,
 ) -> EngineEndpoint:
-    """Makes the endpoint of `engine`; how to call the engine is found out at the first call.
-
-    The simulated engine and engines that return text only are called through their chat API.
+    """How to call the engine is found out at the first call. The simulated engine and engines that
+    return text only are called through their chat API.
 
     Args:
         model: model name to request, if it is not the engine's default.
@@ -149,12 +143,8 @@ _START_AN_ENGINE = (
 
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
-    """Checks that an engine answers at its address, before many rollouts fail.
-
+    """Returns whether the engine answers; checked before many rollouts fail.
     An engine that does not list its models (HTTP 404) may still answer calls.
-
-    Returns:
-        Whether it answers.
     """
     replicas = await engine.health()
     for replica in replicas:
@@ -195,8 +185,6 @@ def _say(capabilities: Capabilities) -> None:
 
 
 class OwnEndpoint(msgspec.Struct, frozen=True):
-    """The model and engine of one agent."""
-
     endpoint: EngineEndpoint
     model: str
     is_elsewhere: bool
@@ -212,9 +200,8 @@ async def own_endpoints(
     *,
     must_answer: bool,
 ) -> AsyncIterator[dict[str, OwnEndpoint]]:
-    """Returns the endpoints of the agents that use another model or engine, by agent name.
-
-    The engines are open inside the block; agents at the same engine share its connections.
+    """Yields the endpoints of the agents that use another model or engine, by agent name.
+    Agents at the same engine share its connections.
     """
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}

@@ -1,11 +1,9 @@
 """An evaluation: runs the tasks of environments and their baselines like `process`.
 
-In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
-them), `tasks.jsonl` for each, `run.json` (the settings that decide results: a resumed run must have
-the same), and the report, which is made from these files (`evaluation.folders`). With one
-environment this is the evaluation's folder; with several, each has a subfolder. Each task of a
-stream is tried once per run, whether others failed or not; one environment that fails does not end
-the others.
+In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl`, `tasks.jsonl` for
+each, `run.json` (the settings that decide results: a resumed run must have the same), and the
+report, made from these files. Several environments have a subfolder each. Each task is tried once
+per run, whether others failed or not; an environment that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class EvaluatedEnvironment(Generic[M]):
         return self.spec.settings
 
     def make_environment(self) -> Environment:
-        """See `RunSpec`; its errors name the member."""
         try:
             return self.spec.make_environment()
         except ConfigError as error:
@@ -80,16 +77,12 @@ class EvaluationView:
     """Observes an evaluation; this base class shows nothing."""
 
     show: Show = staticmethod(show_nothing)
-    """Shows the run of one environment or baseline."""
 
-    def say(self, line: str) -> None:
-        """Shows one line."""
+    def say(self, line: str) -> None: ...
 
-    def ended(self, run: GroupRun, settings: MixSettings) -> None:
-        """Shows the result of one environment's or baseline's run, failed or not."""
+    def ended(self, run: GroupRun, settings: MixSettings) -> None: ...
 
-    def report(self, report: Report | Suite, folder: Path) -> None:
-        """Shows the report."""
+    def report(self, report: Report | Suite, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,9 +90,7 @@ class Evaluation:
     """The result of an evaluation.
 
     Args:
-        folder: folder of its groups and report.
-        report: report of one environment, or the suite of several; None if the evaluation was
-            stopped before there was anything to report.
+        report: of one environment, or the suite of several; None: stopped before there was any.
         stopped: whether it was stopped before its end; it can be resumed.
     """
 
@@ -123,8 +114,6 @@ class Choice:
 
 @dataclass
 class _Run:
-    """One run over the tasks: its environment, its files and the counts of its groups."""
-
     environment: Environment
     groups: Path
     tasks: Path
@@ -153,8 +142,7 @@ class _Run:
             self.dropped.add(event.group_id)
 
     def write_tasks(self) -> None:
-        """Writes facts about tasks that the groups lack; keeps earlier facts of tasks not visited
-        again."""
+        """Keeps earlier facts of tasks that are not visited again."""
         if not self.groups.exists():
             return
         known = {one.group_id: one for one in read_tasks(self.tasks)} if self.tasks.exists() else {}
@@ -166,7 +154,7 @@ class _Run:
 
 @dataclass
 class _Part:
-    """One environment: its folder, the facts noted there and its runs by baseline ("": itself)."""
+    """One environment; `runs`: by baseline, "" is the environment itself."""
 
     member: EvaluatedEnvironment[Any]
     folder: Path
@@ -176,7 +164,6 @@ class _Part:
     begun: bool = False
 
     def begin(self, choice: Choice) -> None:
-        """Claims the folder, once; with `overwrite`, facts of the evaluation before are removed."""
         if self.begun:
             return
         claim(self.folder, self.noted, resume=choice.resume, overwrite=choice.overwrite)
@@ -216,8 +203,6 @@ async def evaluate_members(
 async def evaluate_on(
     shared: SharedEngine, members: Sequence[EvaluatedEnvironment[Any]], choice: Choice
 ) -> Evaluation:
-    """Runs everything on an engine that is open already, and shows nothing; see
-    `evaluate_members`."""
     folder = choice.folder or _new_folder(members)
     parts = _ready_parts(members, folder, choice)
     view = EvaluationView()
@@ -230,7 +215,6 @@ async def evaluate_on(
 def _ready_parts(
     members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
 ) -> list[_Part]:
-    """Claims the folders; see `_claimed` and `_check_passable` for errors."""
     parts = _claimed(members, folder, choice)
     for part in parts:
         _check_passable(part, choice)
@@ -246,7 +230,6 @@ async def _make_parts(
     tracked: Tracking | None,
     makers: RayMakers | None,
 ) -> list[EnvserverError]:
-    """Makes the groups of all environments; returns the errors that ended some of them."""
     failures: list[EnvserverError] = []
     for number, part in enumerate(parts, 1):
         if len(parts) > 1:
@@ -354,7 +337,6 @@ def _evaluated(
     baselines: list[str],
     shard: Shard,
 ) -> Evaluated:
-    """Returns the description of the run; its settings are without secrets."""
     config = environment.config
     return Evaluated(
         environment=environment.name,
@@ -380,7 +362,6 @@ async def _make_part(
     tracked: Tracking | None,
     makers: RayMakers | None,
 ) -> EnvserverError | None:
-    """Makes the groups of an environment and its baselines; returns an error that ended it."""
     failure = None
     for name, run in part.runs.items():
         if name:

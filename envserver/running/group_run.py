@@ -1,6 +1,5 @@
 """A run that makes groups of one or several environments, and ends: `process` and `evaluate`.
 
-In: `Part`s, one for each environment. Out: groups in files, in memory or at a consumer, and counts.
 Groups are begun by weight, and an environment with tasks left gets at least its minimum share; one
 that ends or fails does not end the others; a group that a file has is not made again.
 """
@@ -48,9 +47,8 @@ class Part:
     """One environment of a run.
 
     Args:
-        path: JSONL file for its groups; None: they are written to no file.
+        path: JSONL file for its groups, if any.
         groups: number of groups before it ends; None: as many as `requests` has.
-        drop_zero_variance: drop groups whose rewards are all equal.
         learn: called with the task and scores of each group that a file has already.
     """
 
@@ -66,8 +64,7 @@ class Part:
 
 
 class View(Observer, Protocol):
-    def say(self, text: str) -> None:
-        """Shows one line."""
+    def say(self, text: str) -> None: ...
 
 
 class NoView:
@@ -87,7 +84,6 @@ def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractCo
 
 
 Track = Callable[[], AbstractAsyncContextManager[Tracking | None]]
-"""Opens the trackers of a run, for as long as its groups are made."""
 
 
 def no_tracking() -> AbstractAsyncContextManager[Tracking | None]:
@@ -104,8 +100,6 @@ def no_makers() -> AbstractAsyncContextManager[RayMakers | None]:
 
 @dataclass(frozen=True)
 class GroupFiles:
-    """A file of groups and the file of failures next to it."""
-
     sink: JsonlSink
     failures: FailuresFile
 
@@ -114,11 +108,8 @@ class GroupRun:
     """Makes the groups of `parts`. Its counts can be read while it runs and afterwards.
 
     Args:
-        resume, overwrite: what to do with a file that exists.
         total_groups: number of groups of all parts before it ends; None: each part ends by itself.
         expected: number of groups at the end, as far as it is known.
-        for_training: the groups are for a trainer: see `rollout_context`.
-        open_makers: opens what makes the groups on other machines; default: they are made here.
         give: receives each group after it is in its file, if it has one; the run awaits it.
     """
 
@@ -145,7 +136,6 @@ class GroupRun:
         self.rewards = {part.share.name: Rewards() for part in parts}
         self.files: dict[Path, GroupFiles] = {}
         self.stopped = False
-        """Whether the run was stopped before its end."""
         self._parts = list(parts)
         self._settings = settings
         self._resume, self._overwrite = resume, overwrite
@@ -162,12 +152,10 @@ class GroupRun:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of all groups that each environment should have."""
         return targets(part.share for part in self._parts)
 
     @property
     def judge(self) -> JudgeServer | None:
-        """The judge that its scorers asked, if one is set; its counts can be read afterwards."""
         return None if self._shared is None else self._shared.judge
 
     def written(self) -> dict[Path, int]:
@@ -369,7 +357,6 @@ def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenM
 
 
 def default_path(environment: Environment) -> Path:
-    """Returns the file that `process` writes by default."""
     return Path("data") / f"{environment.name}.jsonl"
 
 
@@ -381,11 +368,7 @@ def process_run(
     show: Show = show_nothing,
     stop: Stop | None = None,
 ) -> GroupRun:
-    """Makes the run of `process`; the settings of the whole run are the first member's.
-
-    Args:
-        path_of: returns the file for an environment whose settings name none.
-    """
+    """The settings of the whole run are the first member's."""
     settings = members[0].spec.settings
     total = settings.total_groups
     return GroupRun(

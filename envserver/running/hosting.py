@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 
 class EvaluationNumbers:
-    """Metrics of the last complete evaluation, and how all of them ended."""
-
     def __init__(self, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
 
@@ -89,8 +87,6 @@ class EvaluationNumbers:
 
 
 class SandboxMachineNumbers:
-    """What this process knows of each machine; see `http.health.Source`."""
-
     def __init__(self, config: SandboxConfig) -> None:
         self._machines: tuple[Machine, ...] = ()
         if config.remote_urls:
@@ -133,8 +129,6 @@ _log = structlog.get_logger("envserver.serve")
 
 
 class Hosted(msgspec.Struct, frozen=True):
-    """The running parts; see their modules."""
-
     room: SharedEngine
     parts: list[RolloutContext]
     auditor: Auditor
@@ -149,18 +143,15 @@ class Hosted(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> int:
-        """The policy version published last; -1 before any."""
         return self.parts[0].proxy.policy_version
 
     def publish(self, version: int) -> None:
-        """Sets the version that the engine serves from now on."""
         self.staleness.publish(version)
         for one in self.parts:
             one.publish_version(version)
         self.evaluations.published(version)
 
     def status(self) -> dict[str, Any]:
-        """The fields that `/v1/status` has in addition to the store's."""
         return (
             _status(self.parts, self.schedulers, self.tally)
             | {
@@ -179,7 +170,6 @@ class Hosted(msgspec.Struct, frozen=True):
 async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
-    """Starts everything that `members` need and shows its metrics at `server`."""
     settings = members[0].spec.settings
     tally, numbers = Tally(), RolloutNumbers()
     async with contextlib.AsyncExitStack() as stack:
@@ -270,7 +260,6 @@ def _no_version() -> int:
 
 
 def loaded_parts(members: Members) -> list[str]:
-    """Returns the parts that must be loaded for each environment, as named in health."""
     return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
 
 
@@ -389,7 +378,6 @@ async def _schedulers(
     curricula: Mapping[str, TaskStream],
     tracked: Tracking | None,
 ) -> Several:
-    """Makes a scheduler for each environment; several take turns."""
     settings = members[0].spec.settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members

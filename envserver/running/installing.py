@@ -1,12 +1,10 @@
 """Installs packages of environments: `envserver env install`, `env list`, `env remove`.
 
-In: a project's folder, a wheel, a git repository, or a name on the hub. Out: a folder of
-`registry.installed`. A package is installed wholly or not at all, nothing that envserver's own
-interpreter has is changed, and every environment of an installed package could be imported.
-
-A package whose dependencies this interpreter satisfies is installed alone and shares it. Any other
-gets a virtual environment with all its dependencies; only envserver itself, and what a worker
-needs of envserver's libraries where the package brings none, comes from this interpreter.
+A package (a folder, a wheel, a git repository, a name on the hub) is installed wholly or not at
+all, and only if all its environments can be imported; envserver's own interpreter is never changed.
+A package whose dependencies this interpreter satisfies shares it. Any other gets a virtual
+environment with its dependencies; only envserver itself, and what a worker needs of its libraries
+where the package brings none, comes from this interpreter.
 """
 
 from __future__ import annotations
@@ -85,7 +83,7 @@ def folder_of(package: str) -> Iterator[Path]:
 
 
 def make_venv(place: Path) -> Interpreter:
-    """Makes a virtual environment in `place`, which takes envserver as installed."""
+    """Makes a virtual environment that takes envserver as installed."""
     folder = place / VENV
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
@@ -101,7 +99,6 @@ def make_venv(place: Path) -> Interpreter:
 
 def _claim_ours(site: Path) -> None:
     """Makes pip take envserver as installed and without dependencies: it comes from here.
-
     Its optional dependencies (`envserver[math]`) stay.
     """
     for name in _OURS:
@@ -122,7 +119,6 @@ def _claim_ours(site: Path) -> None:
 def describe(
     references: Sequence[str], python: str, path: Sequence[str], place: Path, failure: str
 ) -> list[Description]:
-    """Imports environments in a process of `python` with `sys.path` `path`."""
     out = place / "described.json"
     words = [python, "-P", "-c", _DESCRIBE, json.dumps(list(path)), str(out), *references]
     run(words, failure)
@@ -160,7 +156,6 @@ def install_environment(
     replace: bool,
     on_progress: Callable[[str], None],
 ) -> Installed:
-    """Adds `SCHEME:REST` to its backend, which is made if there is none."""
     integration = installations.integration(scheme)
     if integration.backend is None:
         raise InputError(
@@ -219,7 +214,6 @@ def _record(backend: Backend, references: list[str], python: Interpreter, source
 
 
 def _as_pip_takes_it(package: str) -> str:
-    """Returns a path that pip does not take for a name, and everything else as it is."""
     path = Path(package).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -232,11 +226,7 @@ def _as_pip_takes_it(package: str) -> str:
 
 
 def forget(one: Installed, name: str) -> Installed:
-    """Takes an environment out of a backend that has others; the packages stay.
-
-    Returns:
-        what is left.
-    """
+    """Takes an environment out of a backend that has others; the packages stay."""
     rest = [each for each in one.environments if each.name != name]
     left = msgspec.structs.replace(one, environments=rest, source=rest[0].name)
     write_record(left)
@@ -248,7 +238,6 @@ HUB = "hub:"
 _GIT = ("git+", "git@", "ssh://")
 
 OnProgress = Callable[[str], None]
-"""Called with what is being done."""
 
 
 class _Wheel(NamedTuple):
@@ -272,12 +261,9 @@ def install(
     """Installs a package of environments, or an environment of another framework.
 
     Args:
-        source: a project's folder, a wheel, `git+https://...[@revision]` or another address of a
-            git repository, `hub:owner/name[@revision]`, or `SCHEME:NAME`.
-        packages: with `SCHEME:NAME`: what is installed beside the framework: paths, wheels,
-            requirements.
+        source: a folder, a wheel, a git address, `hub:owner/name[@revision]`, or `SCHEME:NAME`.
+        packages: with `SCHEME:NAME`: paths, wheels, requirements beside the framework.
         interpreter: auto: its own one if its dependencies ask for it.
-        replace: an installed package of that name is removed first.
     """
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
@@ -319,7 +305,6 @@ def install(
 
 
 def remove(name: str) -> Installed:
-    """Removes an installed package, named by itself or by one of its environments."""
     found = installed()
     for one in found:
         if name in one.names and installations.split(name) is not None and len(one.names) > 1:
@@ -497,14 +482,8 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def prepare(project: Path, to: str, folder: Path) -> list[Manifest]:
-    """Copies what is shared of `project` to `folder`.
-
-    Args:
-        project: with a pyproject.toml, and an `environment.yaml` there or in the package.
-        to: OWNER/NAME on the hub.
-
-    Returns:
-        The manifests of its environments.
+    """Copies what is shared of `project` to `folder`; returns the manifests of its environments.
+    `to`: OWNER/NAME on the hub.
     """
     if not _NAME.fullmatch(to):
         raise ConfigError(f"{to!r} is not a name on the hub.", hint="--to OWNER/NAME")
@@ -580,7 +559,6 @@ def _manifests(project: Path, files: list[Path], facts: dict[str, Any]) -> list[
 
 
 def _described_project(facts: dict[str, Any]) -> dict[str, Description]:
-    """Returns what is known of the environments here, if this version is installed."""
     package, version = canonicalize_name(facts.get("name", "")), facts.get("version")
     for one in installed():
         if one.package == package and one.version == version:

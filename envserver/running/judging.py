@@ -22,7 +22,6 @@ _SCORERS = 8
 
 @contextlib.asynccontextmanager
 async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServer | None]:
-    """Opens the judge for the block; None if none is set."""
     if config.base_url is None:
         yield None
         return
@@ -43,12 +42,12 @@ async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServ
 
 
 def kept_answers(config: JudgeConfig) -> JudgeConfig:
-    """Returns `config` with a cache in `data`, for an output that is not kept."""
+    """For an output that is not kept."""
     return config.model_copy(update={"cache": config.cache or Path("data", CACHE_NAME)})
 
 
 def folder_of(place: str) -> Path:
-    """Returns the folder of a file, or of a store; `data` for a database on another machine."""
+    """`data` for a database on another machine."""
     return Path("data") if "://" in place else Path(place).parent
 
 
@@ -61,14 +60,12 @@ def beside_source(sources: Sequence[str], otherwise: Path) -> Path:
 
 
 def scorer_processes(wanted: int, config: JudgeConfig) -> int:
-    """Returns how many scorers to start: more with a judge, since each waits for its answers."""
     if config.base_url is None:
         return wanted
     return max(wanted, min(_SCORERS, config.max_concurrent))
 
 
 def judge_line(judge: JudgeServer) -> str:
-    """Returns what the judge was asked and what it cost, in one line."""
     counts = judge.counts
     parts = [
         f"Judge: {counted(counts.calls, 'call')} ({counts.cached} from {judge.cache_path}"
@@ -83,8 +80,6 @@ def judge_line(judge: JudgeServer) -> str:
 
 
 class JudgeNumbers:
-    """Metrics of the judge; their families are empty without one."""
-
     def __init__(self, judge: JudgeServer | None) -> None:
         self._judge = judge
 
@@ -119,7 +114,6 @@ class JudgeNumbers:
 
 
 def judge_prices(config: JudgeConfig) -> Prices | None:
-    """Returns the prices of the judge's model, if they are set."""
     if config.prompt_price is None or config.completion_price is None:
         return None
     return Prices(

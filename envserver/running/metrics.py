@@ -57,16 +57,13 @@ _DEVIATIONS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(6))
 _TURNS: Final = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 32.0, 64.0, 128.0)
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MOST_RUNS: Final = 100
-"""Maximum number of runs shown by name; the rest are summed as `other`."""
 _MOST_REASONS: Final = 20
-"""Maximum number of reasons shown; trainers may send any text as a reason."""
+"""Trainers may send any text as a reason."""
 _MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
 class RolloutNumbers:
-    """Counts over the events of rollouts, by environment."""
-
     def __init__(self) -> None:
         self._ends = Counts()
         self._failures = Counts()
@@ -131,7 +128,7 @@ class RolloutNumbers:
             self._untrained.add((environment, flag), count)
 
     def _rewarded(self, environment: str, score: Score) -> None:
-        """Counts the reward of each agent; a score can name declared agents only."""
+        """A score can name declared agents only."""
         if score.reward is None:
             return
         for agent, reward in (score.rewards or {"": score.reward}).items():
@@ -189,8 +186,6 @@ class RolloutNumbers:
 
 
 class CurriculumNumbers:
-    """Metrics of the task streams of environments that have a curriculum."""
-
     def __init__(self, curricula: Mapping[str, TaskStream]) -> None:
         self._curricula = curricula
 
@@ -219,8 +214,6 @@ class CurriculumNumbers:
 
 
 class EngineNumbers:
-    """Metrics of the engine that all rollouts use, and of its gate."""
-
     def __init__(self, engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> None:
         self._engine = engine
         self._gate = gate
@@ -284,8 +277,6 @@ class EngineNumbers:
 
 
 class PartsNumbers:
-    """Metrics of each environment's proxy, workers, sandboxes and services."""
-
     def __init__(self, parts: Sequence[RolloutContext]) -> None:
         self._parts = parts
 
@@ -346,11 +337,7 @@ class PartsNumbers:
 
 
 class Deliveries:
-    """Metrics of the store: waiting groups, leases, commits, and the age of groups when leased.
-
-    Args:
-        version: returns the current policy version; -1 if it is unknown.
-    """
+    """Metrics of the store. `version`: the current policy version, -1 if unknown."""
 
     def __init__(self, store: Store, version: Callable[[], int]) -> None:
         self._store = store
@@ -458,7 +445,7 @@ def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]
 
 
 GROUPS_SHOWN = 12
-"""Number of first groups that a tally keeps whole, to show them."""
+"""First groups that a tally keeps whole, to show them."""
 _ALL = 0.999
 """Shares of the range of rewards from here on are shown as full rewards (floats)."""
 
@@ -478,7 +465,6 @@ class Rewards:
         self._unit = True
 
     def add_group(self, group: Group) -> None:
-        """Counts the rewards of a delivered group, and those of each agent by itself."""
         self._unit &= group.reward_range == UNIT_RANGE
         for trajectory in group.trajectories:
             if trajectory.score.reward is not None:
@@ -506,7 +492,6 @@ class Rewards:
 
 
 def is_full(reward: float, bounds: RewardRange) -> bool:
-    """Returns whether `reward` is to be shown as that of a solved task: rewards are floats."""
     return bounds.is_solved(reward) or bounds.share(reward) >= _ALL
 
 
@@ -564,7 +549,6 @@ class Tally:
             self._add_group(event.group)
 
     def failure_of(self, group_id: str) -> str:
-        """Returns the latest failure in a group, "" if it had none lately."""
         return self._failed_groups.get(group_id, "")
 
     def _add_usage(self, usage: Usage) -> None:
@@ -576,7 +560,6 @@ class Tally:
         self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
 
     def costs_line(self) -> str:
-        """Returns what the scored rollouts took, in one line; the judge has a line of its own."""
         parts = [f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens"]
         if self.sandbox_seconds:
             parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")

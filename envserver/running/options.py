@@ -1,9 +1,6 @@
 """The tree of settings as a flat table: dotted path -> Option.
-
-In: a pydantic model of sections. Out: one Option per leaf, in the order of the fields. `parse`
-turns the text of a flag or a variable into a value that pydantic then checks. Pure; a section is
-never a leaf. Where users name the sections (`dict[str, Section]`), `*` stands for the name, until
-`expanded` inserts the names that were used.
+Where users name the sections (`dict[str, Section]`), `*` stands for the name, until `expanded`
+inserts the names that were used.
 """
 
 from __future__ import annotations
@@ -48,7 +45,6 @@ class Option:
 
     @property
     def group(self) -> str:
-        """The section that contains it; "" at the top level."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -86,7 +82,6 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Returns its default as a user would type it."""
         if self.default is ...:
             return "needed"
         if self.secret or self.default is None or self.default == "":
@@ -100,8 +95,7 @@ class Option:
 
 @functools.lru_cache(maxsize=32)
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
-    """Returns every leaf of `model`, including those of its sections, by dotted path; for its users
-    to read, not to change."""
+    """Returns every leaf of `model` by dotted path; not to be changed, for it is cached."""
     set_before = preset(model)
     options = expanded(_leaves(model, ""), set_before)
     for path, value in set_before.items():
@@ -155,7 +149,6 @@ def _named_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_section(annotation: Any) -> bool:
-    """Returns whether a field of this type is a section of settings."""
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
 
 
@@ -248,7 +241,6 @@ def parse(option: Option, text: str) -> Any:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Returns the known path that `path` most likely means, or None."""
     paths = list(known)
     if near := difflib.get_close_matches(path, paths, n=1, cutoff=0.75):
         return near[0]
@@ -320,7 +312,6 @@ _LONGEST_VALUE_SHOWN = 80
 def with_environment(
     settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
 ) -> type[S]:
-    """Returns `settings_class` with the environment's own Config class as the type of `env`."""
     if config_class is None:
         from ..registry import find
 
@@ -336,9 +327,8 @@ def sampling_of_model(
     model: type[BaseModel], values: Mapping[str, Any], options: Mapping[str, Option]
 ) -> dict[str, Any]:
     """Returns the sampling settings of the named model, to be used where nothing else is set.
-
-    Those that change the distribution are left out of settings `model` for training: they are
-    someone's taste in answers, and trainers learn from the model's own distribution.
+    Settings `model` for training leave out those that change the distribution: they are someone's
+    taste in answers, and trainers learn from the model's own distribution.
     """
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
@@ -395,7 +385,6 @@ def _explained(
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    """Returns the option at pydantic's location; the section if it is about several options."""
     parts: list[str] = []
     for part in location:
         parts.append(str(part))

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    """Returns the prices of a model, by the name under which the engine serves it."""
     if (config.prompt is None) != (config.completion is None):
         raise ConfigError("--prices.prompt and --prices.completion go together.")
 
@@ -47,7 +46,6 @@ def rollout_prices(
     agents: Mapping[str, str | None],
     judge_config: JudgeConfig | None,
 ) -> RolloutPrices:
-    """Returns the prices by which the cost of each rollout is recorded."""
     config = settings.prices
     place = settings.engine.models_file
     of_run = pricing_of(config, settings.model, place)(model)

@@ -4,10 +4,9 @@
     async for group in groups("math", model="sim", env={"total_steps": 4}): ...
     async with serve("math", model="sim", server={"port": 0}) as server: server.url
 
-In: an environment and settings by the names of the command line (`envserver COMMAND --help` lists
-them). Out: groups, reports, counts. Nothing is printed, no signal handler is set, and a wrong
-setting is a ConfigError before anything runs. `blocking` has the same functions for code without
-asyncio.
+Settings have the names of the command line (`envserver COMMAND --help`). Nothing is printed, no
+signal handler is set, and a wrong setting is a ConfigError before anything runs. `blocking` has the
+same functions for code without asyncio.
 """
 
 from __future__ import annotations
@@ -104,16 +103,8 @@ def spec_of(
     defaults: Mapping[str, Any] | None = None,
 ) -> RunSpec[S]:
     """Checks the settings of one environment.
-
-    Args:
-        kind: the class of the settings.
-        settings: by name, nested (`env={"group_size": 4}`) or dotted (`**{"env.group_size": 4}`); a
-            section may be an instance of its class.
-        defaults: a tree of values that `settings` override.
-
-    Raises:
-        ConfigError: a name or a value is wrong; all problems at once.
-        NotFoundError: there is no such environment.
+    `settings`: by name, nested (`env={"group_size": 4}`) or dotted (`**{"env.group_size": 4}`); a
+    section may be an instance of its class. They override the tree `defaults`.
     """
     reference = reference_of(environment)
     found = find(reference)
@@ -132,9 +123,7 @@ def spec_of(
 def checked_settings(
     model: type[T], settings: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
 ) -> T:
-    """Makes `model` of settings by name.
-    Raises ConfigError: a name or a value is wrong; all problems at once.
-    """
+    """Raises ConfigError with all problems at once."""
     options = options_of(model)
     nested = _plain(settings)
     names = flatten(nested, options)
@@ -150,12 +139,7 @@ def checked_settings(
 
 
 def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Member[M]]:
-    """Checks the settings of one environment or several, and makes the environments.
-
-    Raises:
-        ConfigError, NotFoundError: see `spec_of`; or an environment cannot be made.
-        UsageError: no environment is given.
-    """
+    """Checks the settings of one environment or several, and makes the environments."""
     if isinstance(mix, Mapping):
         weights = dict(mix)
     elif isinstance(mix, Sequence) and not isinstance(mix, str):
@@ -202,8 +186,9 @@ def reference_of(environment: AnyEnvironment) -> str:
 
 
 def _name_in_file(kind: type[Environment]) -> str:
-    """Returns the name of a class at the top level of its file: `Sums = Environment.from_rows(...)`
-    has another one than the class itself."""
+    """Returns the name in its module: `Sums = Environment.from_rows(...)` has another one than the
+    class itself.
+    """
     known = vars(sys.modules[kind.__module__])
     named = [name for name, value in known.items() if value is kind]
     return kind.__qualname__ if kind.__qualname__ in named or not named else named[0]
@@ -341,7 +326,6 @@ async def groups(
 
 
 async def _next_group(finished: asyncio.Queue[Group], run: asyncio.Task[None]) -> Group | None:
-    """Returns the next group; None when the run has ended and all were taken."""
     getting = asyncio.create_task(finished.get())
     try:
         await asyncio.wait({getting, run}, return_when=asyncio.FIRST_COMPLETED)
@@ -471,7 +455,6 @@ async def evaluate(
 
 
 def choice_of(settings: EvaluateSettings) -> Choice:
-    """Returns the evaluation options of the command's settings."""
     return Choice(
         folder=settings.out,
         resume=settings.resume,

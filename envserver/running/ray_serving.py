@@ -1,8 +1,6 @@
 """The work of `envserver serve --ray`: the server here, its environments on a Ray cluster.
-
-In: environments and their shares. Out: groups for trainers, made by runners that join this server
-as they would from any other machine. Ray only places runners; a lost runner's open groups are made
-again, its finished ones are in the store here.
+Runners join this server as they would from any other machine. Ray only places them; a lost runner's
+open groups are made again, its finished ones are in the store here.
 """
 
 from __future__ import annotations
@@ -43,8 +41,6 @@ _CANCEL_SECONDS = 3.0
 
 @dataclass
 class _Part:
-    """One environment: its member, its most runners, and their identities by number."""
-
     member: Member[MixSettings]
     most: int
     scaling: Scaling
@@ -52,8 +48,6 @@ class _Part:
 
 
 class RayServing:
-    """A running server with runners on a cluster; made by `ray_serving`."""
-
     def __init__(
         self,
         server: ApiServer,
@@ -63,11 +57,8 @@ class RayServing:
         held: contextlib.ExitStack,
     ) -> None:
         self.url = server.url
-        """Address for trainers."""
         self.model_url = ""
-        """This server has no engine of its own."""
         self.runner_url = url
-        """Address for runners."""
         self._server = server
         self._settings = parts[0].member.spec.settings
         self._parts = parts
@@ -91,7 +82,6 @@ class RayServing:
         self._draining = True
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
-        """Makes groups until asked to stop, or until all wanted groups are made and delivered."""
         seconds = self._settings.server.drain_seconds
         overdue = 0
         try:
@@ -120,7 +110,7 @@ class RayServing:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _tick(self) -> bool:
-        """Looks after all runners once; returns whether all have made what they should."""
+        """Returns whether all runners have made what they should."""
         room = await self._cluster.most_runners()
         rooms = divided(room, [part.member.share.weight for part in self._parts])
         for part, fleet, own_room in zip(self._parts, self._fleets, rooms, strict=True):
@@ -196,7 +186,7 @@ class RayServing:
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:
-    """Returns an environment with its bounds; a runner makes at least one group."""
+    """A runner makes at least one group."""
     config, steps = member.spec.settings.ray, member.environment.config.total_steps
     if steps is not None and config.runners is None:
         raise ConfigError(
@@ -213,7 +203,6 @@ def _part_of(total: int, number: int, of: int) -> int:
 
 @contextlib.asynccontextmanager
 async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
-    """Connects to the cluster and opens the server; `RayServing.run` starts the runners."""
     settings = members[0].spec.settings
     check_alike(members)
     check_engine(settings)

@@ -1,9 +1,6 @@
 """The work of `envserver replay`: runs a recorded rollout again and compares it with its record.
-
-The environment's `rollout` runs as before, in a worker or in this process under the debugger. In
-place of the engine, a player answers from the record (`rollouts.replaying`) and ends the rollout at
-the first difference. Programs in sandboxes run again; services answer from the record if it has
-their answers.
+A player answers from the record (`rollouts.replaying`) and ends the rollout at the first
+difference. Programs in sandboxes run again; services answer from the record if it has that.
 """
 
 from __future__ import annotations
@@ -65,9 +62,7 @@ class Record:
     Args:
         source: what it was read from, the first of several; place: its group's in there.
         facts: the value of "envserver" in the group's line.
-        sampling: settings that all rollouts of the group shared.
-        kept: whether its calls were kept (`tokens.keep_calls`), so that they need not be
-            reconstructed from the conversation.
+        kept: its calls were kept (`tokens.keep_calls`), so they need not be reconstructed.
     """
 
     source: str
@@ -88,20 +83,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Fact:
-    """One value of the result in the record and in the replay; JSON-like."""
-
     name: str
     then: Any
     now: Any
 
     @property
     def same(self) -> bool:
-        """Whether the values are equal apart from clock times."""
         return not self.places
 
     @property
     def places(self) -> list[str]:
-        """The places where it differs, as JSON paths."""
         return list(_differing(self.then, self.now, "$"))
 
 
@@ -110,11 +101,9 @@ class Replayed:
     """The result of a replay.
 
     Args:
-        played: number of calls that were answered.
-        left: number of recorded calls that the agent did not make this time.
-        difference: the first difference in the agent's behaviour, None if there is none.
+        played, left: recorded calls that were answered, and that the agent did not make this time.
+        difference: the first difference in the agent's behaviour.
         failure: why there is no result.
-        facts: values of the result and the score, including those that are the same.
     """
 
     played: int
@@ -169,7 +158,6 @@ def _record(
 
 
 def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
-    """Returns the calls found in the conversations of the main agent and of the others."""
     others = rollout.others
     counted = [other for other in others if all_count or other.get("trained")]
     turns = rollout.turns - sum(other.get("turns") or 0 for other in counted)
@@ -194,7 +182,6 @@ def _nobody_trained(facts: dict[str, Any]) -> bool:
 
 
 def recorded_environment(record: Record) -> str:
-    """Returns the name of the installed environment that made the rollout."""
     name, installed = record.rollout.env, known_names()
     for spelled in (name, name.replace("-", "_")):
         if spelled in installed:
@@ -206,8 +193,8 @@ def recorded_environment(record: Record) -> str:
 
 
 def recorded_settings(record: Record, config: type[EnvironmentConfig]) -> dict[str, Any]:
-    """Returns the recorded settings that can name no code, file or address: numbers, switches, and
-    text that is one of the choices of its field.
+    """Returns those that can name no code, file or address: numbers, switches, and text that is one
+    of the choices of its field.
     """
     fields = config.model_fields
     taken = {

@@ -1,10 +1,8 @@
 """The work of `envserver rescore`: delivered groups in, the same groups with new scores out.
 
-No policy is called; scorers may ask a judge. A group's task, with its hidden part, is found by
-split, seed and id; its rollouts are scored in scorer processes, and the group is appended to the
-output, which is synced to disk before the next group counts. A group that cannot be scored because
-of an infrastructure failure never gets a 0: it is not written, it is counted, and it is tried again
-when the command resumes.
+A task, with its hidden part, is found by split, seed and id. Each group is synced to disk before
+the next one counts. A group that cannot be scored because of an infrastructure failure never gets a
+0: it is not written but counted, and tried again when the command resumes.
 """
 
 from __future__ import annotations
@@ -43,12 +41,10 @@ _OF_ROWS = (
     *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
     *("images", "distill_token_ids", "distill_logprobs"),
 )
-"""Keys of a line with one entry for each row."""
 
 
 def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) -> Json | None:
-    """Returns `line` with `scores`, one for each rollout in order; None where no rollout is left.
-
+    """`scores`: for each rollout in order; None if no rollout is left.
     Advantages are removed: they came from the old scores.
     """
     facts = line["envserver"]
@@ -108,13 +104,12 @@ def _score_range(line: Json) -> ScoreRange:
 
 
 def _agents(rollout: Json) -> list[str | None]:
-    """Returns the agent of each row; older files do not name them."""
+    """Older files do not name them."""
     agents = list(rollout.get("agents") or [])
     return agents + [None] * (len(rollout["rows"]) - len(agents))
 
 
 def old_reward(rollout: Mapping[str, Any]) -> float | None:
-    """Returns the reward that a rescored rollout had before."""
     before = rollout.get("rescored_from") or {}
     return before.get("reward")
 
@@ -126,7 +121,6 @@ LEFT_OUT = {
     "failed": "groups that could not be scored by no fault of the model",
     "unscorable": "groups of which no rollout can be scored",
 }
-"""Why a group is not in the output."""
 
 _EXAMPLES = 5
 
@@ -135,8 +129,6 @@ OnProgress = Callable[["Tally"], None]
 
 @dataclass(frozen=True)
 class Example:
-    """A rollout whose reward changed."""
-
     rollout_id: str
     task_id: str
     old: float
@@ -145,16 +137,15 @@ class Example:
 
 @dataclass
 class Tally:
-    """The result of a rescoring: old and new scores.
+    """The result of a rescoring.
 
     Args:
         groups, rollouts: numbers in the output, including those of earlier runs.
-        already: number of groups in the output when the command resumed.
+        already: groups in the output when the command resumed.
         old, new: sums of rewards over the `compared` rollouts, which have both.
-        up, down: number of compared rollouts whose reward rose or fell.
-        unscorable: number of rollouts left out of their groups: the new score has no reward.
-        left_out: number of groups that are not in the output, by reason (see LEFT_OUT).
-        first: message of the first case of each reason.
+        up, down: compared rollouts whose reward rose or fell.
+        unscorable: rollouts left out of their groups: the new score has no reward.
+        left_out, first: groups that are not in the output by reason (LEFT_OUT); the first case.
     """
 
     groups: int = 0
@@ -218,7 +209,6 @@ async def rescore(
     on_bad: Callable[[InputError], None] | None = None,
     on_progress: OnProgress = lambda tally: None,
 ) -> Tally:
-    """Scores every group of `sources` again and writes `out`, in the format of `process`."""
     _check_apart(sources, out)
     reference = absolute(env_reference)
     environment = environment_of(reference, env_config)
@@ -258,7 +248,6 @@ async def rescore(
 
 
 def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGroup]:
-    """Yields the groups whose ids are not in `done`, each once."""
     for group in groups:
         group_id = str(group.line["envserver"]["group_id"])
         if group_id not in done:
@@ -292,7 +281,6 @@ class _Rescoring:
     tally: Tally
 
     async def line(self, group: StoredGroup) -> dict[str, Any] | None:
-        """Returns the group's line with its new scores; None if it has none."""
         facts = group.line["envserver"]
         if facts["env"] != self.env:
             words = f"{group.place}: {facts['env']!r}, not {self.env!r}"
@@ -337,7 +325,6 @@ class _Rescoring:
 
 
 def result_of(rollout: StoredRollout) -> Result:
-    """Returns what the scorer saw of `rollout`, as far as it was delivered."""
     others = [other for other in rollout.others if not other.get("trained", True)]
     untrained = sum(other.get("completion_tokens") or 0 for other in others)
     return Result(
@@ -370,8 +357,7 @@ def _check_apart(sources: Sequence[str], out: Path) -> None:
 def _output(
     path: Path, tally: Tally, *, resume: bool, overwrite: bool
 ) -> Iterator[tuple[OutputFile, set[str]]]:
-    """Opens the output; yields it with the ids of the groups that are in it, counted in `tally`.
-
+    """Yields the file and the ids of the groups in it, counted in `tally`.
     With `overwrite`, the first new group replaces the file.
     """
     with open_appending(path) as file:

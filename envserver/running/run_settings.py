@@ -39,8 +39,6 @@ from ..settings.server import (
 
 
 class ServeSettings(MixSettings):
-    """Settings of `serve`: groups for trainers."""
-
     for_training: ClassVar[bool] = True
 
     verbose: bool = False
@@ -49,8 +47,6 @@ class ServeSettings(MixSettings):
 
 
 class ProcessSettings(MixSettings):
-    """Settings and the flags that only `process` has."""
-
     resume: bool = False
     """Resume an existing output file: its groups are not made again."""
     overwrite: bool = False
@@ -62,8 +58,6 @@ class ProcessSettings(MixSettings):
 
 
 class EvaluateSettings(MixSettings):
-    """Settings and the flags that only `evaluate` has."""
-
     out: Path | None = None
     """Folder for groups and report; unset: runs/evaluate/<environment>-<time>."""
     resume: bool = False
@@ -93,8 +87,6 @@ class EvaluateSettings(MixSettings):
 
 
 class ScoreSettings(EnvironmentSettings):
-    """Settings of `score`."""
-
     input: Path
     """JSONL file of rows to score."""
     out: Path
@@ -106,8 +98,6 @@ class ScoreSettings(EnvironmentSettings):
 
 
 class RescoreSettings(EnvironmentSettings):
-    """Settings of `rescore`."""
-
     source: list[str] = Field(default_factory=list)
     """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
     be given first, without the flag.
@@ -131,8 +121,6 @@ class RescoreSettings(EnvironmentSettings):
 
 
 class ReplaySettings(Settings):
-    """Settings and the flags that only `replay` has."""
-
     source: list[str]
     """File of `process`, a folder of such files, a store, or a running server; may be given first.
     """
@@ -151,8 +139,6 @@ class ReplaySettings(Settings):
 
 
 class VerifySettings(Section):
-    """Settings of `verify`."""
-
     source: str
     """JSONL file, or address of a running server (http://127.0.0.1:8000); may be given first."""
     openai: OpenAIConfig = OpenAIConfig()
@@ -190,8 +176,6 @@ class VerifySettings(Section):
 
 
 class RunSettings(Settings):
-    """Settings of `run`."""
-
     out: Path | None = None
     """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
     include_tokens: bool = False
@@ -214,8 +198,6 @@ class RunSettings(Settings):
 
 
 class CheckSettings(EnvironmentSettings):
-    """Settings of `check`."""
-
     tasks: int = Field(default=50, ge=1)
     """Number of tasks to check with all known and absurd results; all if there are fewer."""
     rows: int | None = Field(default=None, ge=0)
@@ -246,8 +228,6 @@ class CheckSettings(EnvironmentSettings):
 
 
 class JoinSettings(Settings):
-    """Settings of `join`."""
-
     for_training: ClassVar[bool] = True
 
     url: str = ""
@@ -293,8 +273,6 @@ class JoinSettings(Settings):
 
 
 class SandboxesServeSettings(Section):
-    """Settings of `sandboxes serve`."""
-
     server: ServerConfig = ServerConfig(port=8100)
     sandbox: SandboxMachineConfig = SandboxMachineConfig()
     log_level: LogLevel = "info"
@@ -304,8 +282,6 @@ class SandboxesServeSettings(Section):
 
 
 class RunApiSettings(Section):
-    """Settings of `run-api`."""
-
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""

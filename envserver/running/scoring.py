@@ -1,12 +1,10 @@
 """The work of `envserver score`: scores rows of tasks and responses, without a model.
 
-Each input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
-`"messages": [...]` instead of the response; `"finish_reason"` may say that the answer was cut off.
-Each gives one output row, in input order: `{"line", "reward", "components", "metrics", "error",
-"rewards"}`.
-A bad row becomes an output row with an error and never stops the command; the command then ends
-with exit status 1. A row whose scorer died is scored once more. Memory is bounded by the
-rows in flight. The output file appears complete, under its name, at the end.
+An input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
+`"messages"` instead of the response, perhaps `"finish_reason"`. Each gives one output row, in input
+order: `{"line", "reward", "components", "metrics", "error", "rewards"}`. A bad row becomes an
+output row with an error (exit status 1); a row whose scorer died is scored once more. Memory is
+bounded by the rows in flight. The output file appears complete, under its name, at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from .judging import judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 
 MAX_TASKS_SEARCHED = 100_000
-"""Maximum number of tasks searched for an id."""
 
 
 class TaskFinder:
@@ -84,7 +81,7 @@ class TaskFinder:
             ) from error
 
     def find_here(self, task_id: str) -> Task:
-        """`find` in this thread, for a debugger: what the environment raises is raised as it is."""
+        """For a debugger: what the environment raises is raised as it is."""
         self._read_until(task_id)
         if task_id not in self._seen:
             raise self._missing(task_id)
@@ -119,8 +116,6 @@ def environment_of(reference: str, config: dict[str, Any]) -> Environment:
 
 @dataclass(frozen=True)
 class OpenScorers:
-    """Scorers with what they ask: sandboxes at `address`, a judge; either may be missing."""
-
     pool: ScorerPool
     address: SandboxAddress | None
     judge: JudgeServer | None
@@ -140,12 +135,7 @@ async def open_scorers(
     judge_folder: Path,
     **options: Any,
 ) -> AsyncIterator[OpenScorers]:
-    """Starts scorers for the block.
-
-    Args:
-        judge_folder: where the judge keeps its answers, unless its settings say it.
-        options: as of `ScorerPool`.
-    """
+    """`judge_folder`: where the judge keeps its answers, unless its settings say it."""
     judge = judge or JudgeConfig()
     async with (
         sandboxes_of(environment, sandbox or SandboxConfig()) as service,
@@ -172,15 +162,7 @@ Progress = Callable[[int, float], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The counts of the output.
-
-    Args:
-        unscorable: valid rows without a reward.
-        errors: rows with an error.
-        mean_reward: mean over the scored rows, None if there are none.
-        first_error: place and text of the first error.
-        judge: what the judge was asked and what it cost, if there is one.
-    """
+    """The counts of the output; `unscorable`: valid rows without a reward; `judge`: its cost."""
 
     rows: int = 0
     scored: int = 0
@@ -203,7 +185,6 @@ async def run_score(
     judge: JudgeConfig | None = None,
     progress: Progress = lambda rows, share: None,
 ) -> Summary:
-    """Scores every row of `input` into `output` (both JSONL)."""
     reference = absolute(env_reference)
     started = time.monotonic()
     summary = Summary()
@@ -244,7 +225,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _size(line: _Line) -> int:
-    """Returns the bytes of a line, at least as many as leave room for MAX_ROWS_IN_FLIGHT."""
+    """At least as many bytes as leave room for MAX_ROWS_IN_FLIGHT."""
     return max(len(line.data or b""), MAX_BYTES_IN_FLIGHT // MAX_ROWS_IN_FLIGHT)
 
 
@@ -281,7 +262,7 @@ class _Scoring:
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:
-    """Yields the lines that are not blank; reads a line that is too long only up to the limit."""
+    """Skips blank lines; reads a line that is too long only up to the limit."""
     number = end = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
         number += 1

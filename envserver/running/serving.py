@@ -42,9 +42,8 @@ class Served:
     Args:
         ending: "done": all wanted groups were made and acknowledged; "stopped"; "overdue": stopped,
             and open groups were cancelled after `server.drain_seconds`.
-        waiting: number of groups in the store that no trainer has acknowledged.
-        cut_off: number of cancelled groups of each environment; the next start makes them again.
-        judge: what the judge was asked and what it cost; "" without one.
+        waiting: groups in the store that no trainer has acknowledged.
+        cut_off: cancelled groups of each environment; the next start makes them again.
     """
 
     ending: Ending
@@ -55,13 +54,10 @@ class Served:
 
 
 class Serving:
-    """A running server; made by `serving`."""
-
     def __init__(
         self, settings: MixSettings, server: BootstrapServer, host: Hosted, alarms: AlarmBook
     ) -> None:
         self.url = server.url
-        """Address for trainers."""
         context = host.parts[0]
         self.model_url = f"{context.proxy_url}/r/{context.proxy.open_unrecorded()}/v1"
         """Endpoint of the model, with recording, for remote environments."""
@@ -71,15 +67,12 @@ class Serving:
         self._alarms = alarms
 
     async def numbers(self) -> dict[Name, float]:
-        """Returns the numbers of now that `/v1/series` shows."""
         return numbers_of(await self._server.metrics.families())
 
     def latest_group(self) -> Group | None:
-        """Returns the group that was made last here; None before any."""
         return self._host.tally.latest_group
 
     def alarms(self) -> list[str]:
-        """Returns what is wrong now, in sentences."""
         return [one.text for one in self._alarms.active]
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
@@ -119,7 +112,6 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(members: Members) -> AsyncIterator[Serving]:
-    """Opens the store and the server, and starts what `members` need."""
     settings = members[0].spec.settings
     check_alike(members)
     for one in members:
@@ -187,7 +179,6 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
 def warn_of_raw_logprobs(
     environment: Environment, sampling: SamplingConfig, kind: LogprobsKind
 ) -> None:
-    """Warns of rows that most trainers refuse."""
     if kind != "raw":
         return
     for setting, temperature in temperatures(environment, sampling).items():
@@ -204,7 +195,6 @@ def warn_of_raw_logprobs(
 
 
 def check_alike(members: Members) -> None:
-    """Checks that all environments send groups to trainers in one format."""
     configs = [one.environment.config for one in members]
     if len({(one.include_messages, one.score_range) for one in configs}) > 1:
         raise ConfigError(

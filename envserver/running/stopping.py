@@ -1,7 +1,4 @@
-"""Runs work on groups to its end, or until it is asked to stop.
-
-Nothing here sets signal handlers; a caller that wants them (the command line) does.
-"""
+"""Runs work on groups to its end, or until it is asked to stop. Sets no signal handlers."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ Ending = Literal["done", "stopped", "overdue"]
 
 
 class Stoppable(Protocol):
-    """Makes groups, and can be stopped from beginning more."""
-
     @property
     def open_groups(self) -> int: ...
 
@@ -27,16 +22,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        """Whether the run was asked to stop."""
         self.cancelled = False
-        """Whether its open groups were cancelled."""
         self._scheduler: Stoppable | None = None
         self._drain: Callable[[], None] = _nothing
         self._cancel: Callable[[], object] = _nothing
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are being made now."""
         return 0 if self._scheduler is None else self._scheduler.open_groups
 
     def finish(self) -> None:
@@ -101,5 +93,4 @@ async def run_until_stopped(
     return "stopped" if stop.asked else "done"
 
 
-def _nothing() -> None:
-    """Does nothing; used before a run has begun and after it has ended."""
+def _nothing() -> None: ...

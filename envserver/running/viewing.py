@@ -28,8 +28,6 @@ _PARTS: Final = {
 
 
 class Viewing(NamedTuple):
-    """What is looked at, without passwords, and the address of its page."""
-
     title: str
     url: str
 
@@ -38,13 +36,6 @@ class Viewing(NamedTuple):
 async def viewing(
     places: Sequence[str], *, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Viewing]:
-    """Serves the page while the context is open.
-
-    Args:
-        places: files, folders, a store, or a server's URL; several are compared.
-        host: a loopback address.
-        port: 0 picks a free one.
-    """
     looked_at = viewed(places)
     _check(looked_at)
     async with AsyncExitStack() as stack:

@@ -53,7 +53,6 @@ _WHOSE: Final = {
 
 
 def no_trainer(at: Situation) -> Iterator[Finding]:
-    """Enough groups wait for a batch, and no trainer leases."""
     curves = at.curves
     waiting = curves.level("envserver_groups", state="queued")
     leased = curves.growth("envserver_leases_total", end="leased")
@@ -74,7 +73,6 @@ def no_trainer(at: Situation) -> Iterator[Finding]:
 
 
 def calls_paused(at: Situation) -> Iterator[Finding]:
-    """A trainer paused the model's calls, and does not resume them."""
     paused = at.curves.level("envserver_paused") > 0
     seconds = at.curves.seconds_since(paused)
     if not paused[-1] or seconds < 60 * at.config.paused_minutes:
@@ -90,7 +88,6 @@ def calls_paused(at: Situation) -> Iterator[Finding]:
 
 
 def rollouts_hang(at: Situation) -> Iterator[Finding]:
-    """Rollouts run, and none ends."""
     curves = at.curves
     if curves.now("envserver_paused"):
         return
@@ -125,7 +122,6 @@ def rollouts_hang(at: Situation) -> Iterator[Finding]:
 
 
 def rollouts_lost(at: Situation) -> Iterator[Finding]:
-    """Rollouts are lost that the model is not to blame for."""
     for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
         of = {"environment": environment}
         ended = at.grown("envserver_rollouts_total", **of)
@@ -189,7 +185,6 @@ def workers_die(at: Situation) -> Iterator[Finding]:
 
 
 def rollouts_cut(at: Situation) -> Iterator[Finding]:
-    """A limit ends many rollouts, or cuts their answers."""
     everything = cut = 0.0
     for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
         of = {"environment": environment}
@@ -235,7 +230,6 @@ def rollouts_cut(at: Situation) -> Iterator[Finding]:
 
 
 def conversations_split(at: Situation) -> Iterator[Finding]:
-    """Many conversations are not continued by tokens: each of their calls is a row."""
     ended = at.grown("envserver_rollouts_total")
     split, flag = max((at.grown("envserver_flags_total", flag=flag), flag) for flag in _SPLIT)
     bound = at.bound("conversations_split", "", at.config.split_share)
@@ -255,7 +249,6 @@ def conversations_split(at: Situation) -> Iterator[Finding]:
 
 
 def stale_groups(at: Situation) -> Iterator[Finding]:
-    """Groups are too old for the policy when they are finished or leased."""
     made = at.grown("envserver_groups_delivered_total")
     late = at.grown("envserver_groups_dropped_total", reason="stale")
     waited = at.grown("envserver_store_events_total", event="stale_dropped")
@@ -281,7 +274,6 @@ def stale_groups(at: Situation) -> Iterator[Finding]:
 
 
 def engine_down(at: Situation) -> Iterator[Finding]:
-    """The engine, or one of its replicas, does not answer; or it serves old weights."""
     curves = at.curves
     reason = at.facts.broken.get("engine")
     if reason is not None:
@@ -311,8 +303,6 @@ def engine_down(at: Situation) -> Iterator[Finding]:
 
 
 def engines_unused(at: Situation) -> Iterator[Finding]:
-    """No engine can be used, or some are not for a while: their weights are old, they differ, or
-    do not answer."""
     curves = at.curves
     if not curves.values_of("envserver_engines", "standing"):
         return
@@ -347,7 +337,6 @@ def _engines(at: Situation, standings: Sequence[str]) -> NDArray[np.float64]:
 
 
 def old_weights(at: Situation) -> Iterator[Finding]:
-    """The engine was restarted, and serves older weights than were published."""
     lost = at.grown("envserver_flags_total", flag="weights_lost")
     if not lost:
         return
@@ -365,7 +354,6 @@ def old_weights(at: Situation) -> Iterator[Finding]:
 
 
 def runners_silent(at: Situation) -> Iterator[Finding]:
-    """Runners on other machines send no heartbeat."""
     for environment in at.curves.values_of("envserver_joined_environments", "environment"):
         silent = at.curves.now(
             "envserver_joined_environments", environment=environment, standing="silent"
@@ -383,7 +371,6 @@ def runners_silent(at: Situation) -> Iterator[Finding]:
 
 
 def disk_full(at: Situation) -> Iterator[Finding]:
-    """The store has no room left, or soon none."""
     free = at.facts.disk_free_bytes
     left = "" if free is None else f" {free / _GB:.1f} GB are left."
     if "disk" in at.facts.broken:
@@ -401,7 +388,6 @@ def disk_full(at: Situation) -> Iterator[Finding]:
 
 
 def store_slow(at: Situation) -> Iterator[Finding]:
-    """Commits take long."""
     took, commits = at.curves.total(
         at.seconds, "envserver_store_commit_seconds_sum", "envserver_store_commit_seconds_count"
     )
@@ -432,9 +418,8 @@ _DIFFERING: Final = 0.05
 
 def reward_fell(at: Situation) -> Iterator[Finding]:
     """The split of the last hours with the largest fall of the mean reward, if that is not chance.
-
-    The standard error takes each group as one draw, with the largest deviation that the range of
-    rewards allows.
+    The standard error takes each group as one draw, with the largest deviation that the range
+    allows.
     """
     curves = at.curves
     for environment in curves.values_of("envserver_reward_count", "environment"):
@@ -469,12 +454,9 @@ def reward_fell(at: Situation) -> Iterator[Finding]:
 def _fall(
     sums: Array, counts: Array, groups: Array, width: float, fewest: int, bound: float
 ) -> tuple[int, float, float] | None:
-    """Returns the index of the fall, and the mean rewards before and after it.
-
-    Args:
-        sums, counts, groups: growth of the sum of rewards, of their number, and of groups.
-        width: of the range of rewards; infinite: twice the standard deviation is not known.
-        bound: factor of the thresholds.
+    """Returns the index of the fall, and the mean rewards before and after it. `sums`, `counts`,
+    `groups`: growth of the sum of rewards, of their number, and of groups. `width`: of the range of
+    rewards; infinite: the deviation is not known. `bound`: factor of the thresholds.
     """
     if not math.isfinite(width):
         return None
@@ -542,7 +524,6 @@ def longer_answers(at: Situation) -> Iterator[Finding]:
 
 
 def alike_groups(at: Situation) -> Iterator[Finding]:
-    """Groups that teach nothing: rewards always at a bound, all equal, or answers all the same."""
     for environment in at.curves.values_of("envserver_groups_delivered_total", "environment"):
         of = {"environment": environment}
         groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
@@ -609,7 +590,6 @@ def _always(at: Situation, environment: str, bound: str, groups: float) -> Findi
 
 
 def untrained_tokens(at: Situation) -> Iterator[Finding]:
-    """Flags keep a large share of the sampled tokens from training."""
     for environment in at.curves.values_of("envserver_untrained_share", "environment"):
         of = {"environment": environment}
         groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
@@ -638,7 +618,6 @@ def untrained_tokens(at: Situation) -> Iterator[Finding]:
 
 
 def logprobs_differ(at: Situation) -> Iterator[Finding]:
-    """The audit computes other logprobs than were delivered."""
     rows, differing = at.facts.audited, at.facts.differing
     if rows < at.config.fewest or differing < at.bound("logprobs_differ", "", _DIFFERING) * rows:
         return

@@ -77,12 +77,11 @@ NEEDED: Final = frozenset(
         *("engine_seconds_count", "tokens_total", "untrained_share", "untrained_tokens_total"),
     )
 )
-"""Names of the samples that rules read."""
 
 
 def findings(at: Situation, failed: set[str]) -> list[Finding]:
-    """Returns everything that is wrong now, without the alarms that are off. `failed`: names of
-    rules that raised; one that does is logged once and keeps no other from speaking.
+    """`failed`: names of rules that raised; such a rule is logged once and keeps no other from
+    speaking.
     """
     found: list[Finding] = []
     for rule in RULES:
@@ -141,8 +140,6 @@ class _Entry:
 
 
 class AlarmBook:
-    """The alarms of a server; `listeners` hear when one begins and ends."""
-
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.checked_at = 0.0
@@ -179,17 +176,15 @@ class AlarmBook:
 
     @property
     def active(self) -> list[Alarm]:
-        """The active alarms: critical ones first, then the oldest."""
         alarms = [entry.alarm for entry in self._entries.values() if entry.is_active]
         return sorted(alarms, key=lambda one: (one.severity, one.since, one.name, one.about))
 
     @property
     def keys(self) -> frozenset[Key]:
-        """Names of the active alarms, and what they are about."""
         return frozenset(key for key, entry in self._entries.items() if entry.is_active)
 
     def counts(self) -> dict[str, float]:
-        """Returns the number of active alarms by name, for every name."""
+        """For every name, also those without an active alarm."""
         counts = dict.fromkeys(NAMES, 0.0)
         for alarm in self.active:
             counts[alarm.name] += 1
@@ -200,7 +195,7 @@ class AlarmBook:
             listener(alarm, begins)
 
     def _log_begin(self, now: float, key: Key, entry: _Entry) -> None:
-        """Logs an alarm unless it was logged a short time ago; then later, if it stays."""
+        """Not if it was logged a short time ago; then later, if it stays."""
         logged = {one: at for one, at in self._logged_at.items() if now - at < _QUIET_SECONDS}
         if key not in logged:
             entry.is_logged = True

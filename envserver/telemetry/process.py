@@ -30,7 +30,7 @@ class Resources:
         self._own = ProcessCollector(registry=None)
 
     async def families(self) -> Iterable[Metric]:
-        """Returns the current numbers; `/proc` is read in a thread."""
+        """`/proc` is read in a thread."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[Metric]:
@@ -56,7 +56,7 @@ class Resources:
 
 
 def _descendants() -> tuple[int, int, float]:
-    """Returns the descendants' count, resident bytes and CPU seconds; 0 without /proc."""
+    """Count, resident bytes and CPU seconds; 0 without /proc."""
     page, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     count = rss_pages = cpu_ticks = 0
     waiting = _children(os.getpid())
@@ -97,13 +97,12 @@ _log = structlog.get_logger("envserver.loop")
 
 
 class LoopLag:
-    """Measures the loop in which it is entered with `async with`. `slow_seconds`: slower callbacks
-    are logged with their stack; None: none are.
+    """Measures the loop in which it is entered. Callbacks slower than `slow_seconds` are logged
+    with their stack.
     """
 
     def __init__(self, slow_seconds: float | None = None) -> None:
         self.seconds = Distribution(SHORT_SECONDS)
-        """Lag of all ticks so far."""
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._ticked_at = time.monotonic()
         self._slow_seconds = slow_seconds
@@ -111,11 +110,10 @@ class LoopLag:
 
     @property
     def tick_age_seconds(self) -> float:
-        """Seconds since the loop last ran."""
         return time.monotonic() - self._ticked_at
 
     def p99_seconds(self) -> float:
-        """Returns the 99th percentile of the last minute; 0 before the first tick."""
+        """Of the last minute; 0 before the first tick."""
         recent = sorted(self._recent)
         return recent[int(0.99 * (len(recent) - 1))] if recent else 0.0
 
