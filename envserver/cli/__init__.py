@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -53,63 +53,58 @@ class Command:
         return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
-_EVALUATE = {
-    "compare": Command(".evaluate_command", "compare two evaluations", "run_compare", "COMPARE"),
-    "merge": Command(
-        ".evaluate_command", "combine the shards of an evaluation", "run_merge", "MERGE"
-    ),
-    "report": Command(
-        ".evaluate_command", "write the report of an evaluation again", "run_report", "REPORT"
-    ),
-}
-_MODELS = {
-    "list": Command(".models_command", "list the models that have names", "run_list", "LIST"),
-    "start": Command(
-        ".models_command", "start an engine for a model and keep it running", "run_start", "START"
-    ),
-    "tiny": Command(
-        ".models_command", "train a tiny language model on a laptop", "run_tiny", "TINY"
-    ),
-    "probe": Command(
-        ".models_command", "show what an engine supports and what it lacks", "run_probe", "PROBE"
-    ),
-    "sim": Command(
-        ".models_command", "serve the simulated engine over HTTP", "run_simulated", "SIM"
-    ),
-}
-_ENV = {
-    "install": Command(
-        ".env_command", "install a package of environments", "run_install", "INSTALL"
-    ),
-    "list": Command(".env_command", "list what is installed", "run_list", "LIST"),
-    "remove": Command(".env_command", "remove an installed package", "run_remove", "REMOVE"),
-    "push": Command(".env_command", "share a project on the hub", "run_push", "PUSH"),
-}
-_AGENTS = {
-    "install": Command(
-        ".env_command", "install a coding agent for --agent", "run_agents_install", "AGENTS_INSTALL"
-    ),
-    "list": Command(
-        ".env_command", "list the agents that are known", "run_agents_list", "AGENTS_LIST"
-    ),
-}
-_SANDBOXES = {
-    "serve": Command(
-        ".serve", "make sandboxes on this machine for remote servers", "run_sandboxes", "SANDBOXES"
-    ),
-}
-_TOKEN = {
-    "create": Command(
-        ".token_command", "make a token for a role; print it", "run_create", "CREATE"
-    ),
-    "list": Command(".token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
-    "revoke": Command(".token_command", "revoke a token by name or id", "run_revoke", "REVOKE"),
-}
+def _words(module: str, prefix: str = "", **summaries: str) -> dict[str, Command]:
+    """Commands with functions `run_WORD` and declarations `WORD`."""
+    return {
+        word: Command(module, summary, f"run_{prefix}{word}", f"{prefix}{word}".upper())
+        for word, summary in summaries.items()
+    }
+
+
+def _run_by(module: str, word: str, summary: str) -> Command:
+    """A command of a module that has several, which takes `--env`."""
+    return replace(_words(module, **{word: summary})[word], has_environment=True)
+
+
+_EVALUATE = _words(
+    ".evaluate_command",
+    compare="compare two evaluations",
+    merge="combine the shards of an evaluation",
+    report="write the report of an evaluation again",
+)
+_MODELS = _words(
+    ".models_command",
+    list="list the models that have names",
+    start="start an engine for a model and keep it running",
+    tiny="train a tiny language model on a laptop",
+    probe="show what an engine supports and what it lacks",
+    sim="serve the simulated engine over HTTP",
+)
+_ENV = _words(
+    ".env_command",
+    install="install a package of environments",
+    list="list what is installed",
+    remove="remove an installed package",
+    push="share a project on the hub",
+)
+_AGENTS = _words(
+    ".env_command",
+    "agents_",
+    install="install a coding agent for --agent",
+    list="list the agents that are known",
+)
+_SANDBOXES = _words(
+    ".serve", "sandboxes_", serve="make sandboxes on this machine for remote servers"
+)
+_TOKEN = _words(
+    ".token_command",
+    create="make a token for a role; print it",
+    list="list tokens: name, role, expiry",
+    revoke="revoke a token by name or id",
+)
 
 COMMANDS = {
-    "sample": Command(
-        ".env_command", "write sample files of an environment's inputs", "run_sample", "SAMPLE"
-    ),
+    **_words(".env_command", sample="write sample files of an environment's inputs"),
     "process": Command(
         ".process", "make scored rollouts and write them to a JSONL file", has_environment=True
     ),
@@ -124,48 +119,25 @@ COMMANDS = {
         "run an environment and serve its groups to trainers over HTTP",
         has_environment=True,
     ),
-    "top": Command(".view_command", "show what a running server does", "run_top", "TOP"),
+    **_words(".view_command", top="show what a running server does"),
     "view": Command(
         ".view_command", "show groups and rollouts in the browser: files, stores, servers"
     ),
     "run-api": Command(".serve", "serve trainers and remote environments", "run_api", "RUN_API"),
-    "join": Command(
-        ".serve",
-        "run an environment here for a remote server",
-        "run_join",
-        "JOIN",
-        has_environment=True,
-    ),
+    "join": _run_by(".serve", "join", "run an environment here for a remote server"),
     "run": Command(
         ".run_command",
         "run an environment's agent once, or debug it",
         has_environment=True,
         has_debugger=True,
     ),
-    "verify": Command(
-        ".score_command", "check delivered tokens against the engine", "run_verify", "VERIFY"
+    **_words(".score_command", verify="check delivered tokens against the engine"),
+    "score": _run_by(".score_command", "score", "score given answers, without a model"),
+    "rescore": _run_by(
+        ".score_command", "rescore", "score stored rollouts again, or by another rubric"
     ),
-    "score": Command(
-        ".score_command",
-        "score given answers, without a model",
-        "run_score",
-        "SCORE",
-        has_environment=True,
-    ),
-    "rescore": Command(
-        ".score_command",
-        "score stored rollouts again, or by another rubric",
-        "run_rescore",
-        "RESCORE",
-        has_environment=True,
-    ),
-    "replay": Command(
-        ".run_command",
-        "run one recorded rollout again",
-        "run_replay",
-        "REPLAY",
-        has_environment=True,
-        has_debugger=True,
+    "replay": replace(
+        _run_by(".run_command", "replay", "run one recorded rollout again"), has_debugger=True
     ),
     "check": Command(
         ".check_command",

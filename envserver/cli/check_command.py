@@ -15,7 +15,6 @@ from . import lean_imports
 from .command_line import CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from ..rollouts.check_data import (
@@ -55,12 +54,12 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.checking import check_environment
-        from .console import Console, show_json
+        from .console import Console, count_bars, show_json
         from .loop import run_loop, show_logs
 
     line = read_run_spec(COMMAND, argv)
     show_logs(line.settings)
-    with _bar(Console(stderr=True)) as bar:
+    with count_bars(Console(stderr=True)) as bar:
         shown = {name: bar.add_task(name, total=None) for name in ("plays", "results")}
         report = run_loop(
             check_environment(
@@ -75,18 +74,6 @@ def run(argv: list[str]) -> int:
     else:
         _show(Console(), report)
     return 0 if report.ok else 1
-
-
-def _bar(console: Console) -> Progress:
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=console, transient=True)
 
 
 def _show(console: Console, report: EnvironmentReport) -> None:

@@ -115,9 +115,7 @@ class CommandSpec(Generic[C]):
         return named_environment(self.flags(argv))
 
     def options(self, argv: Sequence[str]) -> dict[str, Option]:
-        reference = self.named_environment(argv)
-        model = self._settings_class(argv)
-        return options_of(with_environment(model, reference) if reference else model)
+        return options_of(self._model(argv))
 
     def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
         return path_of(flag.removeprefix("--"), options, {**ALIASES, **self.aliases})
@@ -128,6 +126,10 @@ class CommandSpec(Generic[C]):
         names = {path: f"--{name}" for name, path in flags.items() if len(name) > 1}
         names["environment"] = "--env"
         return names | {path: argument_name(path) for path in self.arguments}
+
+    def _model(self, argv: Sequence[str]) -> type[C]:
+        reference, model = self.named_environment(argv), self._settings_class(argv)
+        return with_environment(model, reference) if reference else model
 
     def _settings_class(self, argv: Sequence[str]) -> type[C]:
         if self.settings_for is None or (reference := self.named_environment(argv)) is None:
@@ -150,15 +152,28 @@ class CommandSpec(Generic[C]):
         if not with_environment:
             usage = re.sub(r"--env \S+ ?", "", usage)
             frequent = tuple(path for path in frequent if path != "environment")
-        show_help(
-            topic,
-            usage=f"{program} {self.name} {usage}".rstrip(),
-            summary=self.summary,
-            settings_class=settings_class,
-            reference=self.named_environment(words),
-            names=self.shown_names(),
-            frequent=frequent,
-        )
+        reference = self.named_environment(words)
+        names = self.shown_names()
+        model = self._model(words)
+        options = options_of(model)
+        groups = dict(_groups(options, model, reference))
+        sections = [title for title in groups if title.partition(":")[0].split(".")[0] == topic]
+        bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
+        usage = f"{program} {self.name} {usage}".rstrip()
+        lines = [f"Usage: {usage} [--name value ...]", "", self.summary]
+        if frequent and topic != "all" and not sections:
+            lines += ["", f"{bold}Frequent settings{plain}"]
+            own = groups.get(_only(reference), [])
+            for option in [*(options[path] for path in frequent), *own]:
+                lines += _short_lines(option, _name(option.path, names), bold, plain)
+            lines += ["", *_more(options, groups)]
+        else:
+            for title in sections or groups:
+                lines += ["", f"{bold}{title}{plain}"]
+                for option in groups[title]:
+                    lines += _lines(option, _name(option.path, names), bold, plain)
+            lines += ["", _SOURCES]
+        print("\n".join(lines))
 
 
 def read_run_spec(
@@ -212,39 +227,6 @@ def help_topic(command_line: Sequence[str]) -> str | None:
     return None
 
 
-def show_help(
-    topic: str,
-    *,
-    usage: str,
-    summary: str,
-    settings_class: type[Section],
-    reference: str | None = None,
-    names: Mapping[str, str] | None = None,
-    frequent: Sequence[str] = (),
-) -> None:
-    """`topic`: see `help_topic`; `names`: dotted path -> the displayed name, `--port` or
-    `SOURCE`."""
-    model = with_environment(settings_class, reference) if reference else settings_class
-    options = options_of(model)
-    groups = dict(_groups(options, model, reference))
-    sections = [title for title in groups if title.partition(":")[0].split(".")[0] == topic]
-    bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
-    lines = [f"Usage: {usage} [--name value ...]", "", summary]
-    if frequent and topic != "all" and not sections:
-        lines += ["", f"{bold}Frequent settings{plain}"]
-        own = groups.get(_only(reference), [])
-        for option in [*(options[path] for path in frequent), *own]:
-            lines += _short_lines(option, _name(option.path, names), bold, plain)
-        lines += ["", *_more(options, groups)]
-    else:
-        for title in sections or groups:
-            lines += ["", f"{bold}{title}{plain}"]
-            for option in groups[title]:
-                lines += _lines(option, _name(option.path, names), bold, plain)
-        lines += ["", _SOURCES]
-    print("\n".join(lines))
-
-
 def _only(reference: str | None) -> str:
     return f"env: settings of {reference} only"
 
@@ -256,8 +238,8 @@ def _more(options: Mapping[str, Option], groups: Mapping[str, list[Option]]) -> 
     return [*textwrap.wrap(text, 100), _SOURCES]
 
 
-def _name(path: str, names: Mapping[str, str] | None) -> str:
-    return (names or {}).get(path) or f"--{path.replace(ANY_NAME, 'NAME')}"
+def _name(path: str, names: Mapping[str, str]) -> str:
+    return names.get(path) or f"--{path.replace(ANY_NAME, 'NAME')}"
 
 
 def _groups(
@@ -274,6 +256,7 @@ def _groups(
         if group.startswith("env.") and not group.endswith(f".{ANY_NAME}"):
             continue
         members = [o for o in options.values() if o.group == group and o not in own]
+        members.sort(key=lambda o: o.path.startswith("log_"))  # of a base class, but of least use
         if group == "env":
             if own:
                 yield _only(reference), own

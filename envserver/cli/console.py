@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
@@ -15,6 +15,9 @@ from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from ..telemetry.redaction import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 def show_json(facts: Any) -> None:
@@ -52,23 +55,32 @@ OnProgress = Callable[[int, int], None]
 @contextlib.contextmanager
 def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., None]]:
     """Yields a function that takes `facts`, and what is `completed` of `total` or the `advance`."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress
 
     columns = (
-        TextColumn("{task.fields[facts]}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[facts]}"),
+        progress.BarColumn(bar_width=24),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
     )
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with shown as bar:
+    hidden = not console.is_terminal
+    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         yield partial(bar.update, bar.add_task("", total=total, facts="reading"))
+
+
+def count_bars(console: Console, *more: str, transient: bool = True) -> Progress:
+    """Bars of tasks by their descriptions; `more`: formats of further columns."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        *map(progress.TextColumn, more),
+        console=console,
+        transient=transient,
+    )
 
 
 @contextlib.contextmanager

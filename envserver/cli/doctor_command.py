@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..settings.config import LogFormat, LogLevel, SandboxConfig
-from ..settings.section import Section
+from ..settings.config import Logged, LogLevel, SandboxConfig
 from . import lean_imports
 from .command_line import CommandSpec
 
@@ -30,14 +29,11 @@ really contain model-written programs (small programs are run in each and try to
 status 0: a sandbox works; 1: none works, and the output says how to fix it."""
 
 
-class DoctorSettings(Section):
+class DoctorSettings(Logged):
     sandbox: SandboxConfig = SandboxConfig()
     as_json: bool = False
     """Print everything, including each escape attempt, as one JSON object."""
     log_level: LogLevel = "error"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec("doctor", SUMMARY, DoctorSettings)

@@ -77,6 +77,19 @@ async def _terminable(coroutine: Coroutine[Any, Any, T], on_sigterm: Callable[[]
 CLOSING_SECONDS = 15.0
 
 
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def on_signals(do: Callable[[], object]) -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, do)
+
+
+def off_signals() -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
 class SignalStop(Stop):
     """Stops a run on SIGINT or SIGTERM; `drain_seconds`: then open groups are cancelled."""
 
@@ -89,13 +102,11 @@ class SignalStop(Stop):
         self, scheduler: Stoppable, drain: Callable[[], None], cancel: Callable[[], object]
     ) -> None:
         super().attach(scheduler, drain, cancel)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        on_signals(self._on_signal)
 
     def detach(self) -> None:
         if not self.asked:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().remove_signal_handler(number)
+            off_signals()
         super().detach()
 
     def _on_signal(self) -> None:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from ..registry import find
 from ..rollouts.scheduler import Share, targets
 from ..running.mix import Member, RunSpec, share_total
-from ..running.options import options_of
+from ..running.options import config_error, faults, options_of
 from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
 from .settings import config_file, once, to_stderr
@@ -101,9 +101,9 @@ def _validated(listed: Any, origin: str) -> list[MixEntry]:
         try:
             entries.append(MixEntry.model_validate(one))
         except ValidationError as error:
-            for fault in error.errors(include_url=False, include_context=False):
-                where = ".".join(map(str, (f"environments[{number}]", *fault["loc"])))
-                problems.append(f"{origin}: {where}: {fault['msg']}.")
+            for place, what in faults(error):
+                where = ".".join(map(str, (f"environments[{number}]", *place)))
+                problems.append(f"{origin}: {where}: {what}.")
     if problems:
-        raise ConfigError("\n".join(problems), problems=problems)
+        raise config_error(problems)
     return entries

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
-    LogFormat,
+    Logged,
     LogLevel,
     OpenAIConfig,
     SandboxConfig,
@@ -98,13 +98,9 @@ _START_ALIASES = {
 }
 
 
-class StartSettings(Section):
+class StartSettings(Logged):
     name: str = Field(default="", min_length=0)
     """Name of the model. Can be given as the first argument."""
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -195,6 +191,7 @@ def run_tiny(argv: list[str]) -> int:
             make_from_experts,
         )
 
+        from .console import Console, count_bars
         from .loop import run_loop
 
     settings = TINY.read(argv)
@@ -210,7 +207,7 @@ def run_tiny(argv: list[str]) -> int:
         solve_probability=settings.solve_probability or recipe.solve_probability,
         threads=settings.threads,
     )
-    with _bars() as bars:
+    with count_bars(Console(stderr=True), "{task.fields[note]}", transient=False) as bars:
         view = _TinyView(bars, plan)
         run_loop(make_from_experts(settings.folder, plan, view, overwrite=settings.overwrite))
     print(settings.folder)
@@ -234,21 +231,6 @@ class _TinyView:
     def training(self, step: int, loss: float | None) -> None:
         note = "loading torch" if loss is None else f"loss {loss:.3f}"
         self._bars.update(self._training, completed=step, visible=True, note=note)
-
-
-def _bars() -> Progress:
-    from rich import progress
-
-    from .console import Console
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
 
 
 _SIM = """Serves the simulated engine as an OpenAI-compatible server. It is not a language
@@ -277,16 +259,18 @@ SIM = CommandSpec(
 )
 
 
-def run_simulated(argv: list[str]) -> int:
+def run_sim(argv: list[str]) -> int:
     with lean_imports():
-        from ..running.simulated_server import run_sim
+        from ..running import simulated_server
         from .loop import run_loop, show_logs
 
     settings = SIM.read(argv)
     show_logs(settings)
     solver = _solver(settings)
     run_loop(
-        run_sim(settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say)
+        simulated_server.run_sim(
+            settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say
+        )
     )
     return 0
 
@@ -321,13 +305,10 @@ its tokens can be recorded, what is missing, and how to fix it. Several addresse
 commas) are probed one by one, and their differences are shown."""
 
 
-class ProbeSettings(Section):
+class ProbeSettings(Logged):
     url: list[str] = Field(default_factory=list)
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     as_json: bool = Field(default=False)
     """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,14 +23,13 @@ from pydantic import BaseModel
 from ..running.options import (
     ANY_NAME,
     Option,
+    config_error,
     expanded,
     flatten,
     named_sections,
     nearest,
     options_of,
     parse,
-    preset,
-    sampling_of_model,
     validated,
     with_environment,
 )
@@ -123,26 +122,25 @@ def load_settings(
     if environment is not None:
         flags = [given for given in flags if given.path != "environment"]
         flags.append(Given("environment", environment, "--env", "flag"))
-    from_file = file.read(with_old_names(options_of(Settings) | options))
+    from_file = file.read(options_of(Settings) | options)
 
-    problems = _Problems()
+    problems: list[str] = []
     given = [*from_file, *over, *variables, *flags]
     if openai_variables != "no":
         environ = os.environ if environ is None else environ
         alone = openai_variables == "openai"
         given = [*engine_variables(given, environ, folder or Path(), warn, alone=alone), *given]
     chosen = _choose(given, options, settings_class, warn, problems)
-    values = preset(model) | flatten(defaults or {}, options)
     parsed = _parsed(chosen, options, problems)
-    problems.raise_if_any()
-    values |= sampling_of_model(model, values | parsed, options) | parsed
+    if problems:
+        raise config_error(problems)
 
     def where(path: str) -> str:
         if path in chosen:
             return chosen[path][-1].where
         return argument_name(path) if path in arguments else f"--{path}"
 
-    return validated(model, values, options, where)
+    return validated(model, parsed, options, where, defaults)
 
 
 def named_environment(flags: Sequence[Given]) -> str | None:
@@ -152,19 +150,6 @@ def named_environment(flags: Sequence[Given]) -> str | None:
 
 def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
     return options_of(Settings) | options_of(settings_class)
-
-
-class _Problems:
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        if line not in self._lines:
-            self._lines.append(line)
-
-    def raise_if_any(self) -> None:
-        if self._lines:
-            raise ConfigError("\n".join(self._lines), problems=self._lines)
 
 
 def _sources(
@@ -205,29 +190,25 @@ def _choose(
     options: Mapping[str, Option],
     settings_class: type[BaseModel],
     warn: Callable[[str], None],
-    problems: _Problems,
+    problems: list[str],
 ) -> dict[str, list[Given]]:
     """Returns the values of each option from its strongest source; several only of repeated
     flags."""
     others = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
-        path = current_path(given.path, options)
-        if path != given.path:
-            warn(f"{given.where} is now {_spelled(path, given)}.")
-        elif path not in options:
-            path = EQUIVALENTS.get(path, current_path(path, others))
+        path = given.path if given.path in options else EQUIVALENTS.get(given.path, given.path)
         if path in options:
             before = chosen.get(path, [])
             repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"
             chosen[path] = [*before, given] if repeated else [given]
         elif path in REFUSED:
             if str(given.value).lower() not in ("false", "0", "no", "off"):
-                problems.add(f"{given.where} is not supported. {REFUSED[path]}")
+                problems.append(f"{given.where} is not supported. {REFUSED[path]}")
         elif path in IGNORED:
             warn(f"{given.where} has no effect here: {IGNORED[path]}.")
         elif given.kind == "flag" or not _is_for_another(path, settings_class):
-            problems.add(_unknown(given, path, options, others))
+            problems.append(_unknown(given, path, options, others))
     return chosen
 
 
@@ -263,7 +244,7 @@ def _spelled(path: str, like: Given) -> str:
 
 
 def _parsed(
-    chosen: Mapping[str, list[Given]], options: Mapping[str, Option], problems: _Problems
+    chosen: Mapping[str, list[Given]], options: Mapping[str, Option], problems: list[str]
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path, given in chosen.items():
@@ -271,7 +252,7 @@ def _parsed(
         try:
             parsed = [_parsed_one(one, option) for one in given]
         except ValueError as error:
-            problems.add(f"{given[-1].where}: {error}.")
+            problems.append(f"{given[-1].where}: {error}.")
             continue
         if option.is_list and len(parsed) > 1:
             values[path] = [item for one in parsed for item in _as_list(one)]
@@ -320,7 +301,7 @@ def engine_variables(
     engine (`model`) or engines register (`openai.base_url` none), and no key without an address
     unless `alone` (a key alone names OpenAI's address). `stronger`: what all other sources give.
     """
-    given = {current_path(one.path, OPENAI_PATHS.values()): one.value for one in stronger}
+    given = {EQUIVALENTS.get(one.path, one.path): one.value for one in stronger}
     if given.get("model") or given.get("openai.base_url", OPENAI_URL) in ("", NO_ENGINE):
         return []
     values = {**read_dotenv_values(folder / ".env", OPENAI_PATHS), **environ}
@@ -371,41 +352,12 @@ def export_dotenv(
         warn(f"{', '.join(sorted(new))} of .env {'is' if len(new) == 1 else 'are'} used.")
 
 
-# The old name of a setting is accepted, with a warning that gives the new name. New names that a
-# command does not have are ignored, so one table serves every command.
-RENAMED: dict[str, str] = {
-    "api_key": "openai.api_key",
-    "out_dir": "out",
-}
-"""Old path -> new path. A path of a section renames everything in it."""
-
-
-def current_path(path: str, known: Collection[str]) -> str:
-    """Returns the current name of `path`; `path` itself if it was not renamed."""
-    if path in known:
-        return path
-    for old, new in RENAMED.items():
-        if path == old or path.startswith(f"{old}."):
-            renamed = new + path[len(old) :]
-            if renamed in known:
-                return renamed
-    return path
-
-
-def with_old_names(known: Collection[str]) -> set[str]:
-    old_names = {
-        old + path[len(new) :]
-        for path in known
-        for old, new in RENAMED.items()
-        if path == new or path.startswith(f"{new}.")
-    }
-    return {*known, *old_names}
-
-
 # Command lines and YAML files written for Atropos work. These are the fields of `BaseEnvConfig`,
 # `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0 with another meaning, or none,
 # here; a setting of the environment with the same name takes precedence.
 EQUIVALENTS: dict[str, str] = {
+    "api_key": "openai.api_key",
+    "out_dir": "out",
     "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
     "env.max_concurrent_processes": "workers.dedicated",
     "env.process_timeout": "env.worker_timeout",
@@ -461,8 +413,6 @@ IGNORED: dict[str, str] = {
 
 # Errors unless switched off.
 REFUSED: dict[str, str] = {
-    "output": "Use --out.",  # this and the next: our own names, until 0.2
-    "sandbox.wall": "Use --sandbox.backend.",
     "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
     "api_url": "Rollouts are made here; `atropos-sft-gen` fetches them from a server.",
     "testing": "Use the simulated engine: --model sim",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 import webbrowser
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +11,7 @@ from envserver_records.errors import UsageError
 from envserver_records.http_errors import authorization
 from pydantic import Field
 
-from ..settings.config import LogFormat, LogLevel
+from ..settings.config import Logged, LogLevel
 from ..settings.section import Section
 from . import lean_imports
 from .command_line import CommandSpec
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from ..running.viewing import Viewing
 
 
-class ViewSettings(Section):
+class ViewSettings(Logged):
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), unified trajectories or traces; folders of them or of
     `evaluate`; a store; or a server's URL (ENVSERVER_TOKEN holds its token). Several: compared."""
@@ -32,9 +31,6 @@ class ViewSettings(Section):
     open: bool = False
     """Open the page in the browser."""
     log_level: LogLevel = "warning"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec(
@@ -44,8 +40,6 @@ COMMAND = CommandSpec(
     usage="FILE | FOLDER | STORE | URL ...",
     arguments=("source",),
 )
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
@@ -66,19 +60,17 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
     import asyncio
 
     from .console import Console
+    from .loop import off_signals, on_signals
 
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     async with viewing as found:
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, stop.set)
+        on_signals(stop.set)
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{found.title}: {found.url}/", markup=False)
         if opens_browser:
             await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()
-        for number in _SIGNALS:  # a second one does not wait for what is being read
-            loop.remove_signal_handler(number)
+        off_signals()  # a second one does not wait for what is being read
     return 0
 
 

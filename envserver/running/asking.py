@@ -30,9 +30,8 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..export.unified import unified
 from ..judges.client import ScorerJudge
-from ..models.engine import EngineRequest, MeasuredEngine
+from ..models.engine import EngineRequest
 from ..models.sim import Conversation, Said, SimEngine, Wish, assistant_text, canonical_arguments
-from ..proxy.endpoint import EngineEndpoint
 from ..rollouts.group import (
     RolloutContext,
     ScoredRollout,
@@ -45,11 +44,11 @@ from ..rollouts.rewards import checked_score, rules_of_rewards, with_turn_reward
 from ..rollouts.stream import GroupRequest
 from ..settings.config import SimConfig
 from ..settings.section import EnvironmentConfig, Section
-from ..telemetry.tracing import NO_TRACER
 from ..workers.debugging import DebugPool
-from .context import SharedEngine, rollout_context
+from .context import played_context, rollout_context
 from .judging import folder_of, judge_line, judge_of
 from .mix import RunSpec
+from .options import config_error, faults
 from .run_settings import ReplaySettings, RunSettings
 from .scoring import TaskFinder
 
@@ -304,21 +303,15 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
             yield context
         return
     async with (
-        MeasuredEngine(PersonEngine(person)) as engine,
         judge_of(settings.judge, folder_of(settings.store)) as judge,
-        rollout_context(
+        played_context(
             settings,
             environment,
             asking.spec.reference,
+            PersonEngine(person),
+            PERSON,
+            judge,
             scores_here=settings.debug,
-            shared=SharedEngine(
-                engine,
-                EngineEndpoint(engine, tokens=settings.tokens),
-                PERSON,
-                None,
-                NO_TRACER,
-                judge,
-            ),
         ) as context,
     ):
         # A person who left does not come back for a second try.
@@ -328,9 +321,7 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 async def _named_task(asking: Asking) -> Task:
     spec, environment = asking.spec, asking.environment
-    address = getattr(getattr(environment, "sandboxes", None), "address", None)
-    config = environment.config.model_dump(mode="json")
-    finder = TaskFinder(spec.reference, config, address)
+    finder = TaskFinder.of(environment, spec.reference)
     name = spec.settings.task or ""
     if not spec.settings.debug:
         return await finder.find(name)
@@ -385,8 +376,5 @@ def _validated(kind: type[S], values: dict[str, Any], prefix: str) -> S:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{prefix}{'.'.join(map(str, one['loc']))}: {one['msg']}."
-            for one in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
-        raise ConfigError("\n".join(lines), problems=lines) from None
+        problems = (f"{prefix}{'.'.join(map(str, at))}: {what}." for at, what in faults(error))
+        raise config_error(problems) from None

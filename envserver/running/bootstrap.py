@@ -5,16 +5,14 @@ its store answers before it has the store: it passes requests on until it leads.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.errors import ConfigError
-from envserver_records.waiting import cancel_and_wait
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp, FromFollowers, leads_metric, role
@@ -28,6 +26,7 @@ from ..store.reserve import RESERVE_BYTES
 from ..telemetry.alarm_facts import AlarmFacts
 from ..telemetry.process import LoopLag
 from ..trainers.live import Live
+from .stopping import beside
 
 if TYPE_CHECKING:
     from ..store.leadership import Leadership
@@ -117,12 +116,11 @@ async def bootstrap_server(
         async with start(server, store, health, lag) as bootstrap:
             health.found("store", store_probe(bootstrap.store), silent=STORE_IS_SILENT)
             health.found("disk", disk_probe(bootstrap.store), failing="limited")
-            watching = asyncio.create_task(health.watch(), name="health")
-            try:
-                yield bootstrap
-            finally:
-                watching.cancel()
-                await bootstrap.close()
+            async with beside("health", health.watch()):
+                try:
+                    yield bootstrap
+                finally:
+                    await bootstrap.close()
 
 
 @contextlib.asynccontextmanager
@@ -167,15 +165,6 @@ def _check_reachable(server: ServerConfig) -> None:
             f" {server.host!r} is not an address of this one.",
             hint="Give --server.advertise http://THIS_MACHINE:PORT.",
         )
-
-
-@contextlib.asynccontextmanager
-async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        await cancel_and_wait(task)
 
 
 def _free_bytes(store: str) -> int | None:

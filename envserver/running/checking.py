@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +16,6 @@ from envserver_records.records import Message, Task, text_of
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
-from ..models.engine import MeasuredEngine
 from ..models.sim import (
     Conversation,
     Policy,
@@ -30,7 +28,6 @@ from ..models.sim import (
     drawn_call,
     generator,
 )
-from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
 from ..rollouts.attempt import Finished
 from ..rollouts.check_data import (
@@ -50,9 +47,8 @@ from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
-from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary
-from .context import SharedEngine, rollout_context
+from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
 from .scoring import open_scorers
@@ -159,10 +155,16 @@ async def play(
         for number, (name, way) in enumerate(WAYS.items())
         for task in _tasks_of(name, way, tasks, known, most_wrong)
     ]
-    async with (
-        MeasuredEngine(sim) as engine,
-        _context(settings, environment, reference, engine, solver, judge) as context,
-    ):
+    async with played_context(
+        settings,
+        environment,
+        reference,
+        sim,
+        "sim",
+        judge,
+        demonstrator=solver,
+        unconstrained=True,
+    ) as context:
         plays = _Plays(context, players, problems)
         slots = asyncio.Semaphore(_AT_A_TIME)
         done = 0
@@ -178,22 +180,6 @@ async def play(
             for index, (number, name, task) in enumerate(plan):
                 group.create_task(one(index, number, name, task))
     return Plays(plays.judged(), problems, plays.right)
-
-
-@contextlib.asynccontextmanager
-async def _context(
-    settings: Settings,
-    environment: Environment,
-    reference: str,
-    engine: MeasuredEngine,
-    solver: RolloutSolver,
-    judge: JudgeServer | None,
-) -> AsyncIterator[RolloutContext]:
-    tokens = settings.tokens.model_copy(update={"constraints": "all"})
-    endpoint = EngineEndpoint(engine, tokens=tokens)
-    shared = SharedEngine(engine, endpoint, "sim", solver, NO_TRACER, judge)
-    async with rollout_context(settings, environment, reference, shared=shared) as context:
-        yield context
 
 
 def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:

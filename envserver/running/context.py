@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,6 @@ from ..rollouts.rewards import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.maker import SandboxMaker
 from ..sandbox.opening import sandboxes_at
 from ..sandbox.outer import PLACE
 from ..sandbox.source import SandboxSource
@@ -58,6 +57,7 @@ from .engines import OwnEndpoint, look_at, make_endpoint, make_engine, own_endpo
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
+from .stopping import beside
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
@@ -117,45 +117,34 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
 def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
     if not config.is_set:
         return None
-    arguments, output_bytes = config.arguments, config.output_kb << 10
+    if config.url is not None:
+        spec = HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
+        return ChosenHarness(spec)
     if config.command is not None:
+        name, version = "command", ""
         folder = str(config.folder.resolve()) if config.folder is not None else ""
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"--agent.folder: there is no folder {folder!r}.")
-        spec = HarnessSpec(
-            name="command",
-            command=config.command,
-            place=_seen_at(folder, service),
-            arguments=arguments,
-            output_bytes=output_bytes,
-        )
-        return ChosenHarness(spec, folder)
-    if config.url is not None:
-        return ChosenHarness(
-            HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
-        )
-    assert config.name is not None
-    harness = harness_of(config.name)
-    place = installed_place(harness, config.folder)
+    else:
+        assert config.name is not None
+        harness = harness_of(config.name)
+        place = installed_place(harness, config.folder)
+        name, version, folder = harness.name, version_in(place), str(place)
+    inside = service is not None and service.backend in NAMESPACE_BACKENDS
     spec = HarnessSpec(
-        name=harness.name,
-        version=version_in(place),
-        place=_seen_at(str(place), service),
-        arguments=arguments,
-        output_bytes=output_bytes,
+        name=name,
+        version=version,
+        command=config.command or "",
+        place=PLACE if folder and inside else folder,
+        arguments=config.arguments,
+        output_bytes=config.output_kb << 10,
     )
-    return ChosenHarness(spec, str(place))
+    return ChosenHarness(spec, folder)
 
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
     chosen = chosen_harness(config, None)
     return {} if chosen is None else chosen.spec.identity()
-
-
-def _seen_at(folder: str, service: SandboxSource | None) -> str:
-    if not folder or service is None or service.backend not in NAMESPACE_BACKENDS:
-        return folder
-    return PLACE
 
 
 _log = structlog.get_logger("envserver.egress")
@@ -194,9 +183,13 @@ async def shared_engine(
         tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
         as_started = settings.model_copy(update={"openai": openai})
         endpoint = make_endpoint(as_started, engine, gate=gate)
-        fleet = await stack.enter_async_context(
-            _fleet(as_started, sampling, endpoint, need_exact=need_exact)
-        )
+        fleet = None
+        if sampling.kind == "openai":
+            from .engine_fleet import fleet_of
+
+            fleet = await stack.enter_async_context(
+                fleet_of(as_started, sampling, endpoint, need_exact=need_exact)
+            )
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
@@ -204,19 +197,6 @@ async def shared_engine(
         )
         model = await engine.model_name()
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
-
-
-@contextlib.asynccontextmanager
-async def _fleet(
-    settings: Settings, engine: Engine, endpoint: EngineEndpoint, *, need_exact: bool
-) -> AsyncIterator[Fleet | None]:
-    if engine.kind != "openai":
-        yield None
-        return
-    from .engine_fleet import fleet_of
-
-    async with fleet_of(settings, engine, endpoint, need_exact=need_exact) as fleet:
-        yield fleet
 
 
 def _ignore(event: Event) -> None: ...
@@ -268,9 +248,21 @@ async def rollout_context(
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(sandboxes_at(address)) if address else None
-        trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         egress = _egress(settings.workers, environment, egress_addresses_for_tests)
-        host = await stack.enter_async_context(_host(settings, environment, sandboxes, egress))
+        host = trying = None
+        if sandboxes is not None and environment.sandbox is not None:
+            trying = await stack.enter_async_context(
+                beside("try-sandbox", try_sandbox(sandboxes, environment))
+            )
+            host = await stack.enter_async_context(
+                AttemptSandboxes(
+                    sandboxes,
+                    environment.sandbox,
+                    _sandbox_places(settings),
+                    images=environment.sandbox_images,
+                    egress=egress,
+                )
+            )
         services = await stack.enter_async_context(services_of(environment))
         proxy = Proxy(
             engine,
@@ -307,7 +299,8 @@ async def rollout_context(
         is_up("workers")
         await scorer_is_up
         is_up("scorers")
-        await trying
+        if trying is not None:
+            await trying
         yield RolloutContext(
             environment=environment,
             isolation=isolation,
@@ -359,6 +352,32 @@ async def rollout_context(
             ),
             tracer=shared.tracer,
         )
+
+
+@contextlib.asynccontextmanager
+async def played_context(
+    settings: Settings,
+    environment: Environment,
+    env_reference: str,
+    engine: Engine,
+    model: str,
+    judge: JudgeServer | None,
+    *,
+    demonstrator: Demonstrator | None = None,
+    unconstrained: bool = False,
+    **options: Any,
+) -> AsyncIterator[RolloutContext]:
+    """A `rollout_context` in which `engine` answers, instead of the one that `settings` name.
+    `unconstrained`: what the run allowed agents to constrain, or not, is allowed.
+    """
+    allowed = {"constraints": "all"} if unconstrained else {}
+    async with MeasuredEngine(engine) as measured:
+        endpoint = EngineEndpoint(measured, tokens=settings.tokens.model_copy(update=allowed))
+        shared = SharedEngine(measured, endpoint, model, demonstrator, NO_TRACER, judge)
+        async with rollout_context(
+            settings, environment, env_reference, shared=shared, **options
+        ) as context:
+            yield context
 
 
 def _egress(
@@ -444,41 +463,6 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
             await scorer.__aexit__(None, None, None)
 
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        await cancel_and_wait(task)
-
-
-async def _tried(sandboxes: SandboxMaker | None, environment: Environment) -> None:
-    if sandboxes is not None:
-        await try_sandbox(sandboxes, environment)
-
-
-@contextlib.asynccontextmanager
-async def _host(
-    settings: Settings,
-    environment: Environment,
-    sandboxes: SandboxMaker | None,
-    egress: Egress | None,
-) -> AsyncIterator[AttemptSandboxes | None]:
-    if sandboxes is None or environment.sandbox is None:
-        yield None
-        return
-    places = _sandbox_places(settings)
-    async with AttemptSandboxes(
-        sandboxes,
-        environment.sandbox,
-        places,
-        images=environment.sandbox_images,
-        egress=egress,
-    ) as host:
-        yield host
-
-
 def _sandbox_places(settings: Settings) -> int:
     """One is kept free for each scorer, which would otherwise wait for the agents."""
     return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
@@ -486,17 +470,13 @@ def _sandbox_places(settings: Settings) -> int:
 
 def _slots(settings: Settings, environment: Environment, isolation: Isolation) -> int:
     """A rollout that waits for a worker or a sandbox would use up its own time limit."""
-    room = min(settings.rollouts.max_concurrent, _workers(settings, isolation))
+    workers = settings.workers
+    pooled = workers.processes * workers.rollouts_per_process
+    places = pooled if isolation == "pooled" else workers.dedicated
+    room = min(settings.rollouts.max_concurrent, places)
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
 
 
 def _scorers(settings: Settings, judge: JudgeServer | None) -> int:
     wanted = settings.rollouts.scorer_processes
     return wanted if judge is None else scorer_processes(wanted, judge.config)
-
-
-def _workers(settings: Settings, isolation: Isolation) -> int:
-    workers = settings.workers
-    if isolation == "pooled":
-        return workers.processes * workers.rollouts_per_process
-    return workers.dedicated

@@ -163,6 +163,10 @@ class _Part:
     runs: dict[str, _Run]
     begun: bool = False
 
+    @property
+    def environment(self) -> Environment:
+        return self.runs[""].environment
+
     def begin(self, choice: Choice) -> None:
         if self.begun:
             return
@@ -181,7 +185,7 @@ async def evaluate_members(
 ) -> Evaluation:
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
-    parts = _ready_parts(members, folder, choice)
+    parts = _claimed(members, folder, choice)
     settings = members[0].settings
     names = [one.name for one in members]
     async with (
@@ -191,7 +195,7 @@ async def evaluate_members(
         shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
         makers_of(settings)() as makers,
     ):
-        failures = await _make_parts(parts, choice, view, shared, stop, tracked, makers)
+        failures = await _Evaluating(choice, view, shared, stop, tracked, makers).run(parts)
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
         done = _reported(folder, parts, failures, view, stopped=stop.asked)
@@ -203,49 +207,107 @@ async def evaluate_members(
 async def evaluate_on(
     shared: SharedEngine, members: Sequence[EvaluatedEnvironment[Any]], choice: Choice
 ) -> Evaluation:
+    """`evaluate_members` on an engine that is open already; shows nothing."""
     folder = choice.folder or _new_folder(members)
-    parts = _ready_parts(members, folder, choice)
+    parts = _claimed(members, folder, choice)
     view = EvaluationView()
-    failures = await _make_parts(parts, choice, view, shared, Stop(), None, None)
+    failures = await _Evaluating(choice, view, shared, Stop()).run(parts)
     for kind in (RunFile, TaskFacts, Report, Suite):
         ready(kind)
     return await asyncio.to_thread(_reported, folder, parts, failures, view, stopped=False)
 
 
-def _ready_parts(
-    members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
-) -> list[_Part]:
-    parts = _claimed(members, folder, choice)
-    for part in parts:
-        _check_passable(part, choice)
-    return parts
+@dataclass
+class _Evaluating:
+    choice: Choice
+    view: EvaluationView
+    shared: SharedEngine
+    stop: Stop
+    tracked: Tracking | None = None
+    makers: RayMakers | None = None
 
-
-async def _make_parts(
-    parts: Sequence[_Part],
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> list[EnvserverError]:
-    failures: list[EnvserverError] = []
-    for number, part in enumerate(parts, 1):
-        if len(parts) > 1:
-            view.say(f"{part.member.name} ({number} of {len(parts)})")
-        failure = await _make_part(part, choice, view, shared, stop, tracked, makers)
-        if failure is not None:
-            failures.append(failure)
+    async def run(self, parts: Sequence[_Part]) -> list[EnvserverError]:
+        """Makes the groups of all environments; returns the errors that ended some of them."""
+        failures: list[EnvserverError] = []
+        for number, part in enumerate(parts, 1):
+            name = part.member.name
             if len(parts) > 1:
-                view.say(f"{part.member.name}: {failure.message}")
-        if stop.asked:
-            break
-    return failures
+                self.view.say(f"{name} ({number} of {len(parts)})")
+            failure = await self._make_part(part)
+            if failure is not None:
+                failures.append(failure)
+                if len(parts) > 1:
+                    self.view.say(f"{name}: {failure.message}")
+            if self.stop.asked:
+                break
+        return failures
+
+    async def _make_part(self, part: _Part) -> EnvserverError | None:
+        failure = None
+        for name, run in part.runs.items():
+            if name:
+                self.view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
+            try:
+                await self._make(run, part, None if name else self.tracked)  # not the baselines
+            except EnvserverError as error:
+                failure = error
+            if part.begun:
+                run.write_tasks()
+            if self.stop.asked or failure is not None:
+                break
+        if not part.begun:
+            return failure
+        part.noted.evaluated = msgspec.structs.replace(
+            part.evaluated,
+            complete=not self.stop.asked and failure is None,
+            finished_at=time.time(),
+        )
+        bounds = range_of(part.environment)
+        low, high = bounds.axis
+        counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
+        part.noted.counted = self.choice.view.over(counted, self.shared.model)
+        write_run_file(part.folder, part.noted)
+        return failure
+
+    async def _make(self, run: _Run, owner: _Part, tracked: Tracking | None) -> None:
+        environment, member, choice = run.environment, owner.member, self.choice
+        environment.config.max_token_length = sys.maxsize  # long answers count like others
+        track = None if tracked is None else tracked.observer(member.name)
+
+        def observe(event: Event) -> None:
+            if isinstance(event, GroupDelivered):
+                owner.begin(choice)
+            run.observe(event)
+            if track is not None:
+                track(event)
+
+        part = Part(
+            spec=member.spec,
+            environment=environment,
+            share=Share(environment.name),
+            path=run.groups,
+            requests=run.stream(),
+            observe=observe,
+        )
+        groups = GroupRun(
+            [part],
+            member.settings,
+            resume=choice.resume,
+            overwrite=choice.overwrite,
+            expected=run.shard.size(environment.config.total_steps),
+            shared=self.shared,
+            show=self.view.show,
+            stop=self.stop,
+            open_makers=lambda: nullcontext(self.makers),
+        )
+        try:
+            await groups.run()
+        finally:
+            self.view.ended(groups, member.settings)
 
 
 def _check_passable(part: _Part, choice: Choice) -> None:
-    environment = next(iter(part.runs.values())).environment
+    environment = part.environment
     bounds, asked = range_of(environment), choice.view.pass_at
     if asked is not None and not bounds.low < asked <= bounds.high:
         raise ConfigError(
@@ -312,6 +374,8 @@ def _claimed(
     for part in parts:
         if not choice.overwrite:  # else the first group does, so that a failure replaces nothing
             part.begin(choice)
+    for part in parts:
+        _check_passable(part, choice)
     return parts
 
 
@@ -351,90 +415,6 @@ def _evaluated(
         baselines=[*baselines, *choice.askings],
         variants=settings_of(choice.askings),
     )
-
-
-async def _make_part(
-    part: _Part,
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> EnvserverError | None:
-    failure = None
-    for name, run in part.runs.items():
-        if name:
-            view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
-        try:
-            watched = None if name else tracked  # not the baselines
-            await _make(run, part, choice, view, shared, stop, watched, makers)
-        except EnvserverError as error:
-            failure = error
-        if part.begun:
-            run.write_tasks()
-        if stop.asked or failure is not None:
-            break
-    if not part.begun:
-        return failure
-    part.noted.evaluated = msgspec.structs.replace(
-        part.evaluated,
-        complete=not stop.asked and failure is None,
-        finished_at=time.time(),
-    )
-    bounds = range_of(next(iter(part.runs.values())).environment)
-    low, high = bounds.axis
-    counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
-    part.noted.counted = choice.view.over(counted, shared.model)
-    write_run_file(part.folder, part.noted)
-    return failure
-
-
-async def _make(
-    run: _Run,
-    owner: _Part,
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> None:
-    environment = run.environment
-    environment.config.max_token_length = sys.maxsize  # long answers count like others
-    member = owner.member
-    track = None if tracked is None else tracked.observer(member.name)
-
-    def observe(event: Event) -> None:
-        if isinstance(event, GroupDelivered):
-            owner.begin(choice)
-        run.observe(event)
-        if track is not None:
-            track(event)
-
-    part = Part(
-        spec=member.spec,
-        environment=environment,
-        share=Share(environment.name),
-        path=run.groups,
-        requests=run.stream(),
-        observe=observe,
-    )
-    groups = GroupRun(
-        [part],
-        member.settings,
-        resume=choice.resume,
-        overwrite=choice.overwrite,
-        expected=run.shard.size(environment.config.total_steps),
-        shared=shared,
-        show=view.show,
-        stop=stop,
-        open_makers=lambda: nullcontext(makers),
-    )
-    try:
-        await groups.run()
-    finally:
-        view.ended(groups, member.settings)
 
 
 def baselines_of(environment: Environment) -> dict[str, Environment]:

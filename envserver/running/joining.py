@@ -24,7 +24,7 @@ from envserver_records.waiting import cancel_and_wait
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine
 from ..rollouts.agents import check_sampling
-from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, RolloutScored
+from ..rollouts.events import Event, RolloutFailed, RolloutScored
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest, group_requests
@@ -43,7 +43,7 @@ from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
 from ..version import __version__
 from .context import SharedEngine, rollout_context, shared_engine
-from .metrics import Tally
+from .metrics import Tally, all_of, warn_of_dropped
 from .mix import MOST_ESTIMATES, Book, RunSpec, has_curriculum
 from .run_settings import JoinSettings
 from .stopping import Ending, Stop, run_until_stopped
@@ -100,7 +100,11 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
                 settings,
                 environment,
                 spec.reference,
-                observer=_observer(tally, book),
+                observer=all_of(
+                    tally,
+                    None if book is None else book.observe,
+                    warn_of_dropped(tally, _log),
+                ),
                 need_engine=False,
                 need_exact=True,
                 drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
@@ -183,23 +187,6 @@ def _known(link: Link) -> Callable[[list[str]], set[str]]:
     """The result is called in the thread that reads tasks."""
     loop = asyncio.get_running_loop()
     return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
-
-
-def _observer(tally: Tally, book: Book | None) -> Observer:
-    def observe(event: Event) -> None:
-        tally(event)
-        if book is not None:
-            book.observe(event)
-        if isinstance(event, GroupDropped) and event.failed:
-            _log.warning(
-                "group_dropped",
-                group_id=event.group_id,
-                reason=event.reason,
-                message=event.message,
-                latest_failure=tally.failure_of(event.group_id),
-            )
-
-    return observe
 
 
 def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from ..judges.server import JudgeServer
 from ..settings.config import OpenAIConfig
 from ..settings.runs import JudgeConfig
-from ..telemetry.numbers import by_key, counter
+from ..telemetry.numbers import by_key, counter, single
 from ..telemetry.redaction import counted
 
 CACHE_NAME = "judge.db"
@@ -84,23 +84,20 @@ class JudgeNumbers:
         self._judge = judge
 
     async def families(self) -> Iterable[Metric]:
-        asked, tokens = dict[str, float](), dict[str, float]()
-        again, cost = list[tuple[tuple[str, ...], float]](), list[tuple[tuple[str, ...], float]]()
+        ends, tokens = dict[str, float](), dict[str, float]()
+        again, cost = list[tuple[tuple[str, ...], float]](), dict[str, float]()
         if (judge := self._judge) is not None:
             counts = judge.counts
-            asked = {
-                "engine": counts.calls - counts.cached,
-                "cache": counts.cached,
-                "failed": counts.failed,
-            }
+            cached = counts.cached
+            ends = {"engine": counts.calls - cached, "cache": cached, "failed": counts.failed}
             tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
-            again = [((), float(counts.again))]
+            again = single(counts.again)
             if (paid := _cost(judge)) is not None:
-                cost = [((judge.config.currency,), paid)]
+                cost = {judge.config.currency: paid}
         return [
             counter(
                 "envserver_judge_calls", "Calls to the judge by what answered them", ("end",),
-                by_key(asked),
+                by_key(ends),
             ),
             counter(
                 "envserver_judge_again", "Calls repeated because an answer could not be read", (),
@@ -109,7 +106,8 @@ class JudgeNumbers:
             counter(
                 "envserver_judge_tokens", "Tokens of the judge's engine", ("kind",), by_key(tokens)
             ),
-            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",), cost),
+            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",),
+                    by_key(cost)),
         ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import orjson
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from ..settings.config import EngineConfig
 from ..settings.section import EnvironmentConfig, Section, descriptions
@@ -343,12 +343,29 @@ def sampling_of_model(
     }
 
 
+def config_error(problems: Iterable[str]) -> ConfigError:
+    """Returns the error with all problems, each once. Raise it `from None` where pydantic's error,
+    which holds the values, would be its context."""
+    listed = list(dict.fromkeys(problems))
+    return ConfigError("\n".join(listed), problems=listed)
+
+
+def faults(error: ValidationError) -> list[tuple[tuple[int | str, ...], str]]:
+    """Returns the place and the message of each fault, without the values."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return [(one["loc"], one["msg"]) for one in found]
+
+
 def validated(
     model: type[S],
-    values: dict[str, Any],
+    given: Mapping[str, Any],
     options: Mapping[str, Option],
     where: Callable[[str], str],
+    defaults: Mapping[str, Any] | None = None,
 ) -> S:
+    """Makes `model` of what is `given` over the tree `defaults`; reports all problems at once."""
+    values = preset(model) | flatten(defaults or {}, options)
+    values |= sampling_of_model(model, {**values, **given}, options) | dict(given)
     tree = nest(values)
     for name, field in model.model_fields.items():
         if field.is_required() and is_section(field.annotation):
@@ -357,27 +374,21 @@ def validated(
         return model.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        problems = [
-            _explained(one["type"], one["loc"], one["msg"], values, options, where) for one in found
-        ]
-        problems = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(problems), problems=problems) from None
+        raise config_error(_explained(one, values, options, where) for one in found) from None
 
 
 def _explained(
-    kind: str,
-    location: Sequence[int | str],
-    message: str,
+    error: ErrorDetails,
     values: Mapping[str, Any],
     options: Mapping[str, Option],
     where: Callable[[str], str],
 ) -> str:
-    path = _path_of(location, options)
+    path = _path_of(error["loc"], options)
     option = options.get(path)
-    if kind == "missing":
+    if error["type"] == "missing":
         about = f" ({option.description.rstrip('.')})" if option and option.description else ""
         return f"{where(path)} is needed{about}."
-    message = re.sub(r"^Value error, ", "", message)
+    message = re.sub(r"^Value error, ", "", error["msg"])
     message = re.sub(r"^Input should be ", "must be ", message)
     message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
     shown = _shown(values[path]) if path in values and option and not option.secret else ""

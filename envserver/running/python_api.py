@@ -55,13 +55,12 @@ from .judging import kept_answers
 from .mix import Member, RunSpec, alone, share_total
 from .options import (
     Option,
+    config_error,
     expanded,
     flatten,
     named_sections,
     nearest,
     options_of,
-    preset,
-    sampling_of_model,
     validated,
     with_environment,
 )
@@ -131,11 +130,8 @@ def checked_settings(
     options = expanded(options, named_sections(options))
     given = flatten(nested, options)
     if unknown := [path for path in given if path not in options]:
-        problems = [_unknown(path, options) for path in unknown]
-        raise ConfigError("\n".join(problems), problems=problems)
-    values = preset(model) | flatten(_plain(defaults or {}), options)
-    values |= sampling_of_model(model, values | given, options) | given
-    return validated(model, values, options, lambda path: path)
+        raise config_error(_unknown(path, options) for path in unknown)
+    return validated(model, given, options, lambda path: path, _plain(defaults or {}))
 
 
 def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Member[M]]:
@@ -529,20 +525,7 @@ async def rescore(
     sources = [source] if isinstance(source, (str, Path)) else list(source)
     given = {**settings, "source": [str(one) for one in sources], "out": Path(out)}
     spec = spec_of(RescoreSettings, environment, given)
-    own = spec.settings
-    return await rescoring.rescore(
-        own.source,
-        spec.reference,
-        own.env.model_dump(mode="json"),
-        own.out,
-        rubric=own.rubric,
-        resume=own.resume,
-        overwrite=own.overwrite,
-        processes=own.processes,
-        sandbox=own.sandbox,
-        judge=own.judge,
-        without_messages=own.without_messages,
-    )
+    return await rescoring.rescore(spec)
 
 
 @_ending_programs

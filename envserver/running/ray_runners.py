@@ -32,9 +32,9 @@ from ..runners.dealing import Dealer, Rules, dealing_app
 from ..settings.config import MixSettings, RolloutsConfig, Settings
 from ..settings.runs import RayConfig
 from ..settings.server import is_loopback
-from .bootstrap import beside
 from .engines import SIMULATED
 from .mix import RunSpec
+from .stopping import beside
 
 _OF_SERVER = {"server", "store", "retention", "alarms", "environment", "env"}
 _DRAIN_SECONDS = 5.0

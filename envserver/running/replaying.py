@@ -18,9 +18,7 @@ from envserver_records.records import Score, ServiceCall, Task
 
 from ..environment import Environment
 from ..export.stored import StoredRollout, read_groups
-from ..models.engine import MeasuredEngine
 from ..proxy.attempts import routing_key
-from ..proxy.endpoint import EngineEndpoint
 from ..registry import known_names
 from ..rollouts.attempt import Finished
 from ..rollouts.group import RolloutContext, run_once
@@ -40,10 +38,9 @@ from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
 from ..settings.config import Settings
 from ..settings.section import EnvironmentConfig
-from ..telemetry.tracing import NO_TRACER
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
-from .context import SharedEngine, rollout_context
+from .context import played_context
 from .judging import beside_source, folder_of, judge_of
 from .scoring import TaskFinder
 
@@ -250,34 +247,19 @@ async def replay(
     if not live_services:
         recorded = RecordedServices(record.services, player)
         environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
-    engine = MeasuredEngine(player)
-    # The record answers, no engine: what the run allowed is allowed again.
-    tokens = settings.tokens.model_copy(update={"constraints": "all"})
     otherwise = folder_of(settings.store)
     async with (
-        engine,
         judge_of(settings.judge, beside_source([record.source], otherwise)) as judge,
-        rollout_context(
-            settings,
-            environment,
-            reference,
-            shared=SharedEngine(
-                engine, EngineEndpoint(engine, tokens=tokens), model, None, NO_TRACER, judge
-            ),
+        played_context(
+            settings, environment, reference, player, model, judge, unconstrained=True
         ) as parts,
     ):
-        task = await _task(record, environment, reference)
+        facts = record.facts
+        finder = TaskFinder.of(environment, reference, split=facts["split"], seed=facts["seed"])
+        task = await finder.find(facts["task_id"])
         if debug:
             parts = msgspec.structs.replace(parts, pool=DebugPool())
         return await _played(record, parts, task, player)
-
-
-async def _task(record: Record, environment: Environment, reference: str) -> Task:
-    facts = record.facts
-    config = environment.config.model_dump(mode="json")
-    config |= {"split": facts["split"], "seed": facts["seed"]}
-    address = getattr(getattr(environment, "sandboxes", None), "address", None)
-    return await TaskFinder(reference, config, address).find(facts["task_id"])
 
 
 async def _played(record: Record, parts: RolloutContext, task: Task, player: Player) -> Replayed:

@@ -29,10 +29,10 @@ from ..formats.atropos import ScoreRange, score_in_range
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
 from ..sandbox.maker import SandboxAddress
-from ..settings.config import SandboxConfig
-from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids
 from .judging import beside_source
+from .mix import RunSpec
+from .run_settings import RescoreSettings
 from .scoring import TaskFinder, environment_of, open_scorers
 
 Json = dict[str, Any]
@@ -194,34 +194,27 @@ class Tally:
 
 
 async def rescore(
-    sources: Sequence[str],
-    env_reference: str,
-    env_config: dict[str, Any],
-    out: Path,
+    spec: RunSpec[RescoreSettings],
     *,
-    rubric: str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    processes: int = 2,
-    sandbox: SandboxConfig | None = None,
-    judge: JudgeConfig | None = None,
-    without_messages: bool = False,
     on_bad: Callable[[InputError], None] | None = None,
     on_progress: OnProgress = lambda tally: None,
 ) -> Tally:
+    settings, sources, out = spec.settings, spec.settings.source, spec.settings.out
     _check_apart(sources, out)
-    reference = absolute(env_reference)
+    reference = absolute(spec.reference)
+    env_config = settings.env.model_dump(mode="json")
     environment = environment_of(reference, env_config)
-    rubric = absolute(rubric) if rubric is not None else None
+    rubric = absolute(settings.rubric) if settings.rubric is not None else None
     tally = Tally()
-    with _output(out, tally, resume=resume, overwrite=overwrite) as (output, done):
+    opening = _output(out, tally, resume=settings.resume, overwrite=settings.overwrite)
+    with opening as (output, done):
         async with open_scorers(
             reference,
             environment,
             env_config,
-            processes,
-            sandbox,
-            judge,
+            settings.processes,
+            settings.sandbox,
+            settings.judge,
             beside_source(sources, out.parent),
             rubric=rubric,
         ) as opened:
@@ -230,11 +223,11 @@ async def rescore(
                 tasks=_Tasks(reference, env_config, opened.address),
                 env=environment.name,
                 by=rubric or environment.name,
-                without_messages=without_messages,
+                without_messages=settings.without_messages,
                 tally=tally,
             )
             groups = _unseen(read_groups(sources, on_bad), done)
-            scored = in_order(groups, work.line, 2 * processes, in_thread=True)
+            scored = in_order(groups, work.line, 2 * settings.processes, in_thread=True)
             async with contextlib.aclosing(scored):
                 async for _, line in scored:
                     if line is not None:

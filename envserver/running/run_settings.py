@@ -17,7 +17,7 @@ from ..runners.messages import NAME_PATTERN
 from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
-    LogFormat,
+    Logged,
     LogLevel,
     MixSettings,
     OpenAIConfig,
@@ -28,7 +28,6 @@ from ..settings.config import (
     WorkersConfig,
 )
 from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
-from ..settings.section import Section
 from ..settings.server import (
     AlarmsConfig,
     DeliveryConfig,
@@ -138,7 +137,7 @@ class ReplaySettings(Settings):
     """
 
 
-class VerifySettings(Section):
+class VerifySettings(Logged):
     source: str
     """JSONL file, or address of a running server (http://127.0.0.1:8000); may be given first."""
     openai: OpenAIConfig = OpenAIConfig()
@@ -170,9 +169,6 @@ class VerifySettings(Section):
     as_json: bool = False
     """Print the report as one JSON object."""
     log_level: LogLevel = "warning"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 class RunSettings(Settings):
@@ -272,26 +268,18 @@ class JoinSettings(Settings):
         return ",".join(urls)
 
 
-class SandboxesServeSettings(Section):
+class SandboxesServeSettings(Logged):
     server: ServerConfig = ServerConfig(port=8100)
     sandbox: SandboxMachineConfig = SandboxMachineConfig()
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
-class RunApiSettings(Section):
+class RunApiSettings(Logged):
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""
     store_shared: bool = False
     """Share a PostgreSQL store with other servers: one leads, the others pass requests on to it and
     take over when it ends. Also --store.shared."""
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     telemetry: TelemetryConfig = TelemetryConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -62,6 +62,12 @@ class TaskFinder:
         self._tasks: Iterator[Task] | None = None
         self._split = ""
 
+    @classmethod
+    def of(cls, environment: Environment, reference: str, **changed: Any) -> TaskFinder:
+        """Finds the tasks of `environment`, with changed settings, in its sandboxes."""
+        address = getattr(getattr(environment, "sandboxes", None), "address", None)
+        return cls(reference, environment.config.model_dump(mode="json") | changed, address)
+
     async def find(self, task_id: str) -> Task:
         async with self._lock:
             if task_id not in self._seen:

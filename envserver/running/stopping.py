@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
+
+from envserver_records.waiting import cancel_and_wait
 
 Ending = Literal["done", "stopped", "overdue"]
 """How a run ended: by itself, when asked to stop, or cancelled after its time to stop."""
@@ -54,6 +57,16 @@ class Stop:
 
     def detach(self) -> None:
         self._scheduler, self._drain, self._cancel = None, _nothing, _nothing
+
+
+@asynccontextmanager
+async def beside(name: str, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """Runs `work` in the background of the block; await the task, or it is cancelled at the end."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    finally:
+        await cancel_and_wait(task)
 
 
 async def run_until_stopped(

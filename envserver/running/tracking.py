@@ -24,7 +24,6 @@ from envserver_records.errors import ConfigError
 from envserver_records.extras import missing_module_hint
 from envserver_records.records import Group, Message, Trajectory, text_of
 from envserver_records.tracking import Row, Tracker, TrackerName, open_tracker
-from envserver_records.waiting import cancel_and_wait
 from pydantic import BaseModel
 
 from ..rollouts.events import (
@@ -37,6 +36,7 @@ from ..rollouts.events import (
 )
 from ..settings.runs import TrackingConfig
 from ..telemetry.redaction import redacted
+from .stopping import beside
 
 _MOST_CHARACTERS: Final = 4000
 _MOST_KINDS: Final = 50
@@ -296,11 +296,10 @@ async def tracking(
     numbers = TrackedNumbers((config.rollouts + 1) // 2)
     opened = Tracking(numbers, lanes, 60 * config.rollouts_minutes)
     _log.info("tracking", trackers=list(track), run=run, folder=str(config.folder))
-    writing = asyncio.create_task(_write_regularly(opened, config.seconds), name="tracking")
     try:
-        yield opened
+        async with beside("tracking", _write_regularly(opened, config.seconds)):
+            yield opened
     finally:
-        await cancel_and_wait(writing)
         opened.write()
         await asyncio.to_thread(_close, lanes, config.close_seconds)
 

@@ -76,7 +76,7 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..viewing.index import open_index
     from ..viewing.indexing_process import follow_index
     from ..viewing.sources import FailureFiles
-    from .bootstrap import beside
+    from .stopping import beside
 
     await found.first()
     groups = await stack.enter_async_context(open_index(found.index))
@@ -99,7 +99,7 @@ async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.indexing_process import follow_store, last_number
-    from .bootstrap import beside
+    from .stopping import beside
 
     groups = await stack.enter_async_context(open_reader(store_at(looked_at.places[0])))
     feed = Feed()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import msgspec
@@ -125,27 +125,31 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
     differing: int = 0
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something is wrong now.
+class Alarm(msgspec.Struct, frozen=True):
+    """Something is wrong now; the fields are those of `GET /v1/alarms`.
 
     Args:
         text: a whole sentence.
-        about: a replica, or another part; "": the environment, or the server.
         environment: None: not of one environment.
-        since: seconds since 1970, if the numbers tell.
+        link: the page of the dashboard that shows more.
+        since: seconds since 1970; 0: the numbers do not tell.
+        about: a replica, or another part; "": the environment, or the server.
     """
 
     name: str
     severity: Severity
     text: str
-    about: str = ""
     environment: str | None = None
     link: str = "#/"
-    since: float | None = None
+    since: float = 0.0
+    about: str = ""
 
     @property
     def key(self) -> Key:
         return (self.name, self.about or self.environment or "")
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
 
 class Situation(msgspec.Struct, frozen=True):
@@ -168,15 +172,12 @@ class Situation(msgspec.Struct, frozen=True):
     def grown(self, name: str, **labels: str) -> float:
         return self.curves.grown(self.seconds, name, **labels)
 
+    def ago(self, seconds: float) -> float:
+        return float(self.curves.times[-1] - seconds)
+
     def recently(self) -> str:
         known = float(self.curves.times[-1] - self.curves.times[0])
         return f"in the last {duration(min(self.seconds, known))}"
-
-
-class Rule(msgspec.Struct, frozen=True):
-    name: str
-    meaning: str
-    find: Callable[[Situation], Iterator[Finding]]
 
 
 def duration(seconds: float) -> str:

@@ -6,8 +6,8 @@ a microsecond for each update.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -96,6 +96,7 @@ class Counts:
 
 
 Labels = tuple[str, ...]
+T = TypeVar("T")
 
 
 def counter(
@@ -123,6 +124,23 @@ def histogram(
     for of, one in values:
         family.add_metric(of, _buckets(one), one.total)
     return family
+
+
+def level(name: str, words: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return gauge(name, words, (), single(value))
+
+
+def of_each(
+    make: Callable[[str, str, Labels, list[tuple[Labels, float]]], Metric],
+    name: str,
+    words: str,
+    label: str,
+    items: Iterable[tuple[str, T]],
+    value: Callable[[T], float],
+) -> Metric:
+    """A counter or a gauge with a value of each of the items, by their name as the label."""
+    return make(name, words, (label,), [((key,), float(value(one))) for key, one in items])
 
 
 def single(value: float) -> list[tuple[Labels, float]]:

@@ -18,7 +18,7 @@ from envserver_records.waiting import cancel_and_wait
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
-from .numbers import SHORT_SECONDS, Distribution, gauge, single
+from .numbers import SHORT_SECONDS, Distribution, level
 
 _MOST_CHILDREN: Final = 4096
 
@@ -38,19 +38,17 @@ class Resources:
         threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc").is_dir() else 0
         return [
             *self._own.collect(),
-            gauge("envserver_threads", "Threads of the server's process", (), single(threads)),
-            gauge("envserver_children", "Processes below the server's", (), single(count)),
-            gauge(
+            level("envserver_threads", "Threads of the server's process", threads),
+            level("envserver_children", "Processes below the server's", count),
+            level(
                 "envserver_children_resident_bytes",
                 "Resident memory of the child processes",
-                (),
-                single(rss_bytes),
+                rss_bytes,
             ),
-            gauge(
+            level(
                 "envserver_children_cpu_seconds",
                 "CPU time of those that live, together; falls when one ends",
-                (),
-                single(cpu_seconds),
+                cpu_seconds,
             ),
         ]
 

@@ -20,7 +20,7 @@ from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
 from ..store import DamagedGroup, Store
 from ..store.groups import EstimateRow
-from ..telemetry.alarm_facts import AlarmFacts, Curves, Finding, Situation
+from ..telemetry.alarm_facts import Alarm, AlarmFacts, Curves, Situation
 from ..telemetry.alarms import NEEDED, AlarmBook, findings
 from ..telemetry.history import History, Numbers, Row, as_json, curves, from_json, numbers_of
 from ..telemetry.numbers import by_key, gauge
@@ -142,7 +142,7 @@ class AlarmWatch:
         found = await asyncio.to_thread(self._find, now, history, self._facts())
         self.book.update(now, found)
 
-    def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Finding]:
+    def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Alarm]:
         times, columns = history.columns(now - _ALARM_SECONDS, NEEDED)
         at = Situation(Curves(times, columns), facts, self._config, self.book.keys)
         return findings(at, self._failed)
