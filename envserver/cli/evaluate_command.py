@@ -94,12 +94,18 @@ COMPARE = CommandSpec(
 
 def run_compare(argv: list[str]) -> int:
     with lean_imports():
+        from ..evaluation.comparison import compare
+        from ..evaluation.folders import View, called_alike, read_run
         from ..evaluation.tables import comparison_notes, comparison_tables, verdicts_of
         from .console import Console, show_json
         from .evaluating import show_tables
 
     settings = COMPARE.read(argv)
-    found = _compared(settings)
+    view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
+    a = read_run(settings.a, view)
+    b = called_alike(a, read_run(settings.b, view))
+    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
+    found = compare(a, b, rules, names=_names(settings.a, settings.b))
     if settings.out is not None:
         _write(settings.out, found)
     if settings.as_json:
@@ -112,17 +118,6 @@ def run_compare(argv: list[str]) -> int:
     if settings.out is not None:
         console.say(f"Written to {settings.out}")
     return 0
-
-
-def _compared(settings: CompareSettings) -> Comparison:
-    from ..evaluation.comparison import compare
-    from ..evaluation.folders import View, called_alike, read_run
-
-    view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
-    a = read_run(settings.a, view)
-    b = called_alike(a, read_run(settings.b, view))
-    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
-    return compare(a, b, rules, names=_names(settings.a, settings.b))
 
 
 def _names(a: Path, b: Path) -> tuple[str, str]:

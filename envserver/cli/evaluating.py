@@ -33,7 +33,7 @@ from ..running.evaluating import EvaluatedEnvironment, EvaluationView
 from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
-from ..settings.config import MixEntry, MixSettings
+from ..settings.config import MixSettings
 from .command_line import CommandSpec
 from .console import Console
 from .mixing import entries_of
@@ -58,6 +58,7 @@ class _Wanted:
 def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[EvaluatedEnvironment[M]]:
     """At temperature 0 the group size is 1 unless another is given."""
     warn = once(to_stderr)
+    seen: Counter[str] = Counter()
     found = []
     for one in _wanted(command, argv):
         settings = command.read(
@@ -69,33 +70,23 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Evaluated
         )
         if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
             settings.env.group_size = 1
-        environment_class = find(one.reference)
-        name = one.name or environment_class.name
-        found.append(
-            EvaluatedEnvironment(name, RunSpec(settings, one.reference, environment_class))
-        )
-    return _named_apart(found)
-
-
-def _named_apart(members: Sequence[EvaluatedEnvironment[M]]) -> list[EvaluatedEnvironment[M]]:
-    seen: Counter[str] = Counter()
-    found = []
-    for member in members:
-        seen[member.name] += 1
-        number = seen[member.name]
-        name = member.name if number == 1 else f"{member.name}-{number}"
-        found.append(EvaluatedEnvironment(name, member.spec))
+        kind = find(one.reference)
+        name = one.name or kind.name
+        seen[name] += 1
+        if seen[name] > 1:
+            name = f"{name}-{seen[name]}"
+        found.append(EvaluatedEnvironment(name, RunSpec(settings, one.reference, kind)))
     return found
 
 
 def _wanted(command: CommandSpec[M], argv: Sequence[str]) -> list[_Wanted]:
     entries, place = entries_of(command, argv)
     if entries is not None:
-        return [
-            one
-            for number, entry in enumerate(entries)
-            for one in _of_entry(entry, f"{place}[{number}]")
-        ]
+        found: list[_Wanted] = []
+        for number, entry in enumerate(entries):
+            own = _Wanted(entry.name, f"{place}[{number}]", {"env": entry.env})
+            found += [own] if entry.env else _of_reference(entry.name)
+        return found
     reference = command.named_environment(argv)
     if reference is None:
         raise UsageError(
@@ -104,12 +95,6 @@ def _wanted(command: CommandSpec[M], argv: Sequence[str]) -> list[_Wanted]:
             hint="`envserver list` shows the names.",
         )
     return _of_reference(reference)
-
-
-def _of_entry(entry: MixEntry, place: str) -> list[_Wanted]:
-    if not entry.env:
-        return _of_reference(entry.name)
-    return [_Wanted(entry.name, place, {"env": entry.env})]
 
 
 def _of_reference(reference: str) -> list[_Wanted]:

@@ -136,10 +136,6 @@ class SignalStop(Stop):
         os._exit(1)
 
 
-# Lines of the server and of libraries (uvicorn, aiohttp, Python's warnings) have the same form and
-# carry ids (`group_id`, `rollout_id`, `run`). Anything that looks like a secret is removed from the
-# line before it is written.
-
 _EQUAL_WARNINGS: Final = (0.1, 10.0)
 """Rate a second, and burst."""
 _MOST_KINDS: Final = 256

@@ -40,7 +40,12 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
             raise
         listed.append(settings)
     if len(entries) > 1:
-        listed = share_total(listed, list(map(_has_own_steps, entries, listed)))
+        # Own: the entry itself sets it, and no flag, variable or file overrides it.
+        own = [
+            (steps := entry.env.get("total_steps")) is not None and steps == one.env.total_steps
+            for entry, one in zip(entries, listed, strict=True)
+        ]
+        listed = share_total(listed, own)
     members = []
     for entry, settings in zip(entries, listed, strict=True):
         line = RunSpec(settings, entry.name, find(entry.name))
@@ -49,11 +54,6 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
         members.append(Member(line, environment, share))
     targets(member.share for member in members)  # refuses what cannot be
     return members
-
-
-def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
-    own = entry.env.get("total_steps")
-    return own is not None and own == settings.env.total_steps
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:

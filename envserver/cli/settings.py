@@ -41,6 +41,7 @@ from .sources import (
     ConfigFile,
     Given,
     argument_name,
+    as_list,
     read_dotenv,
     read_dotenv_values,
     read_flags,
@@ -255,7 +256,7 @@ def _parsed(
             problems.append(f"{given[-1].where}: {error}.")
             continue
         if option.is_list and len(parsed) > 1:
-            values[path] = [item for one in parsed for item in _as_list(one)]
+            values[path] = [item for one in parsed for item in as_list(one)]
         else:
             values[path] = parsed[-1]
     return values
@@ -269,10 +270,6 @@ def _parsed_one(given: Given, option: Option) -> Any:
             return True
         raise ValueError(f"a value is needed ({option.type_name})")
     return parse(option, given.value)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 # The variables that OpenAI's own clients read, exported or in `.env`: the weakest source of the

@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConfigError
 
 from ..running.options import Option
+
+if TYPE_CHECKING:
+    from dotenv.parser import Binding
 
 VARIABLE_PREFIX = "ENVSERVER_"
 _OF_TESTS = "ENVSERVER_TEST_"
@@ -62,12 +65,8 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
 
 
 def read_dotenv(path: Path) -> list[Given]:
-    if not path.is_file():
-        return []
-    from dotenv.parser import parse_stream
-
     given = []
-    for binding in parse_stream(_dotenv(path)):
+    for binding in _bindings(path):
         origin = f"{path.name}:{binding.original.line}"
         if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
             raise ConfigError(f"{origin}: cannot be read.", hint=_DOTENV_HINT)
@@ -81,21 +80,21 @@ def read_dotenv(path: Path) -> list[Given]:
 
 
 def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    from dotenv.parser import parse_stream
-
     return {
         binding.key: binding.value
-        for binding in parse_stream(_dotenv(path))
+        for binding in _bindings(path)
         if binding.key is not None and binding.key in names
         if binding.value is not None and "\0" not in binding.value
     }
 
 
-def _dotenv(path: Path) -> io.StringIO:
-    """It may hold bytes of other programs in any encoding."""
-    return io.StringIO(read_text(path, errors="surrogateescape"))
+def _bindings(path: Path) -> list[Binding]:
+    """The file may be missing, and hold bytes of other programs in any encoding."""
+    if not path.is_file():
+        return []
+    from dotenv.parser import parse_stream
+
+    return list(parse_stream(io.StringIO(read_text(path, errors="surrogateescape"))))
 
 
 class ConfigFile:

@@ -53,15 +53,12 @@ class Node:
 
 
 class Actor:
-    """An actor on the cluster. `state`: see `Command.state`, empty until it has a place.
-    `restarts`: how often Ray started it anew, on this node or another.
-    """
+    """An actor on the cluster. `state`: see `Command.state`, empty until it has a place."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.asked: Any = None
         self.state: dict[str, Any] = {}
-        self.restarts = 0
         self.lost = False
 
 
@@ -247,7 +244,6 @@ def _look(actors: Sequence[Actor]) -> None:
             one.state = _ended_by(error)
         except ray.exceptions.RayActorError:
             # Its node or process is gone; Ray starts it on another node, and it answers again then.
-            one.restarts += not one.lost
             one.state, one.lost = {}, True
         except ray.exceptions.RayError as error:  # its runtime environment cannot be made
             one.state = _ended_by(error)
@@ -338,15 +334,10 @@ class Fleet:
         self._crashes: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._done: set[int] = set()
-        self.lost = 0
 
     @property
     def size(self) -> int:
         return sum(not one.draining for one in self._slots.values())
-
-    @property
-    def placed(self) -> int:
-        return sum(bool(one.actor.state) for one in self._slots.values())
 
     @property
     def young(self) -> int:
@@ -400,7 +391,6 @@ class Fleet:
             _log.info("runner_placed", environment=self._name, runner=number, host=host)
             one.host, one.waits, one.placed_at = host, False, time.monotonic()
         elif one.host and one.actor.lost:
-            self.lost += 1
             one.host, one.begun_at = "", time.monotonic()
             _log.warning(
                 "runner_lost",

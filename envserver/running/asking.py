@@ -10,6 +10,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -212,28 +213,17 @@ def _canonical(message: Message) -> Message:
 
 async def _in_daemon_thread(work: Callable[[], Message | None]) -> Message | None:
     """Runs `work` in a thread that nothing joins: it may wait for a key forever."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Message | None] = loop.create_future()
-
-    def give(value: Message | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)
+    done: Future[Message | None] = Future()
+    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only left alone
 
     def run() -> None:
-        value, failure = None, None
         try:
-            value = work()
+            done.set_result(work())
         except Exception as error:  # noqa: BLE001 - handed over to the one who awaits it
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(give, value, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="person", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 S = TypeVar("S", bound=Section)

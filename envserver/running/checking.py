@@ -53,9 +53,6 @@ from .mix import RunSpec
 from .run_settings import CheckSettings
 from .scoring import open_scorers
 
-# A way of playing is what the model says: the demonstration, a spoiled one, or a cheat that no
-# environment may reward like a solved task.
-
 MOST_SOLVED_BY_CHEATS = 0.25
 """Largest share of tasks that a cheat may solve: to refuse is right for some."""
 _AT_A_TIME = 8

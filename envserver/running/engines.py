@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -47,7 +47,7 @@ async def started(
     variables = openai.default_template_kwargs
     if variables is not None:
         entry = entry.model_copy(update={"default_template_kwargs": variables})
-    async with running_engine(engine_spec(entry, config), tell=_tell) as engine:
+    async with running_engine(engine_spec(entry, config), tell=_say) as engine:
         yield openai.model_copy(
             update={
                 "base_url": engine.base_url,
@@ -66,7 +66,11 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
         solver = RolloutSolver()
         return SimEngine(settings.sim, solver), solver
 
-    _check_named(openai)
+    if not openai.base_urls and openai.model_name == "default":
+        raise ConfigError(
+            "openai.base_url is none, so no engine can be asked for its model's name.",
+            hint="Set --openai.model_name.",
+        )
     rules = settings.engines
     from ..models.openai import OpenAIEngine
 
@@ -88,14 +92,6 @@ def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
         openai.base_urls,
         this_machine=settings.server.tokens_file is None,
     )
-
-
-def _check_named(openai: OpenAIConfig) -> None:
-    if not openai.base_urls and openai.model_name == "default":
-        raise ConfigError(
-            "openai.base_url is none, so no engine can be asked for its model's name.",
-            hint="Set --openai.model_name.",
-        )
 
 
 def make_endpoint(
@@ -131,7 +127,13 @@ def make_endpoint(
         capabilities = await asyncio.to_thread(
             capabilities_of, probe_result, tokens, template_kwargs
         )
-        _say(capabilities)
+        probe_result = capabilities.probe_result
+        facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
+        if capabilities.format is not None:
+            facts["tokenizer"] = str(capabilities.folder)
+        else:
+            facts["not_continued"] = capabilities.why_not
+        _log.info("engine_found", **facts)
         return capabilities
 
     return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
@@ -171,17 +173,8 @@ async def any_model(engine: Engine) -> str:
     return names[0]
 
 
-def _tell(line: str) -> None:
+def _say(line: str) -> None:
     _log.info("engine", said=line)
-
-
-def _say(capabilities: Capabilities) -> None:
-    probe_result = capabilities.probe_result
-    facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
-    if capabilities.format is not None:
-        _log.info("engine_found", **facts, tokenizer=str(capabilities.folder))
-    else:
-        _log.info("engine_found", **facts, not_continued=capabilities.why_not)
 
 
 class OwnEndpoint(msgspec.Struct, frozen=True):
@@ -215,13 +208,19 @@ async def own_endpoints(
                 made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
                 found[name] = OwnEndpoint(made, model, False)
                 continue
-            with _naming(name):
-                own = opened.get(_address(config))
+            key = config.api_key.get_secret_value()
+            address = (config.base_url, key, config.timeout, config.server_type)
+            try:
+                own = opened.get(address)
                 if own is None:
                     own = await stack.enter_async_context(_opened(config))
-                    opened[_address(config)] = own
+                    opened[address] = own
                     await look_at(own, must_answer=must_answer)
-                model = await _model(own, config)
+                named = config.model_name not in ("default", None)
+                model = str(config.model_name) if named else await own.model_name()
+            except (EngineError, ConfigError) as error:
+                error.message = f"The engine of the agent {name!r}: {error.message}"
+                raise
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
             made = make_endpoint(settings, own, gate=gate, model=model, is_elsewhere=True)
@@ -240,23 +239,3 @@ def _opened(config: AgentConfig) -> Engine:
             server_type=config.server_type,
         )
     )
-
-
-def _address(config: AgentConfig) -> object:
-    key = config.api_key.get_secret_value()
-    return (config.base_url, key, config.timeout, config.server_type)
-
-
-async def _model(engine: Engine, config: AgentConfig) -> str:
-    if config.model_name not in ("default", None):
-        return str(config.model_name)
-    return await engine.model_name()
-
-
-@contextlib.contextmanager
-def _naming(agent: str) -> Iterator[None]:
-    try:
-        yield
-    except (EngineError, ConfigError) as error:
-        error.message = f"The engine of the agent {agent!r}: {error.message}"
-        raise

@@ -145,18 +145,43 @@ class Hosted(msgspec.Struct, frozen=True):
         self.evaluations.published(version)
 
     def status(self) -> dict[str, Any]:
-        return (
-            _status(self.parts, self.schedulers, self.tally)
-            | {
-                "stale_rollouts": self.tally.failures[Stale.kind],
-                "stale_groups": self.tally.drops["stale"] + self.delivery.staleness.dropped,
-                "stragglers": self.tally.failures[Straggler.kind],
-            }
-            | self.delivery.status()
-            | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
-            | {"teaching": _teaching(self.tally)}
-            | {"open_episodes": self.episodes.open}
-        )
+        tally, first = self.tally, self.parts[0]
+        parts = {one.environment.name: one for one in self.parts}
+        equal = tally.drops["zero_variance"]
+        scored = tally.groups + equal + tally.drops["too_long"] + tally.drops["stale"]
+        return {
+            "environment": ",".join(parts),
+            "model": first.model,
+            "engine": first.proxy.engine_described(),
+            "policy_version": first.proxy.policy_version,
+            "open_groups": self.schedulers.open_groups,
+            "groups_delivered": tally.groups,
+            "groups_dropped": dict(tally.drops),
+            "rollouts_scored": tally.rollouts,
+            "rollouts_lost": tally.lost,
+            "failed_attempts": dict(tally.failures),
+            "flags": dict(tally.flags),
+            "untrained": {name: one.ceiling.report() for name, one in parts.items()},
+            "latest_failure": tally.latest_failure,
+            "mean_reward": tally.rewards.mean,
+            "completion_tokens": tally.completion_tokens,
+            "seconds": tally.seconds,
+            "workers": {name: one.pool.snapshot() for name, one in parts.items()},
+            **({"environments": self.schedulers.delivered()} if len(parts) > 1 else {}),
+            "stale_rollouts": tally.failures[Stale.kind],
+            "stale_groups": tally.drops["stale"] + self.delivery.staleness.dropped,
+            "stragglers": tally.failures[Straggler.kind],
+            **self.delivery.status(),
+            "audit": self.auditor.report(),
+            "ordered": self.orders.snapshot(),
+            "teaching": {
+                "scored_groups": scored,
+                "delivered_groups": tally.groups,
+                "equal_groups_dropped": equal,
+                "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
+            },
+            "open_episodes": self.episodes.open,
+        }
 
 
 @contextlib.asynccontextmanager
@@ -368,41 +393,3 @@ async def _schedulers(
             lane=turns.lane(name) if len(members) > 1 or total is not None else None,
         )
     return Several(schedulers)
-
-
-def _teaching(tally: Tally) -> dict[str, Any]:
-    equal = tally.drops["zero_variance"]
-    scored = tally.groups + sum(
-        tally.drops[name] for name in ("zero_variance", "too_long", "stale")
-    )
-    return {
-        "scored_groups": scored,
-        "delivered_groups": tally.groups,
-        "equal_groups_dropped": equal,
-        "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
-    }
-
-
-def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
-    parts = all_parts[0]
-    several = {"environments": schedulers.delivered()} if len(all_parts) > 1 else {}
-    return {
-        "environment": ",".join(one.environment.name for one in all_parts),
-        "model": parts.model,
-        "engine": parts.proxy.engine_described(),
-        "policy_version": parts.proxy.policy_version,
-        "open_groups": schedulers.open_groups,
-        "groups_delivered": tally.groups,
-        "groups_dropped": dict(tally.drops),
-        "rollouts_scored": tally.rollouts,
-        "rollouts_lost": tally.lost,
-        "failed_attempts": dict(tally.failures),
-        "flags": dict(tally.flags),
-        "untrained": {one.environment.name: one.ceiling.report() for one in all_parts},
-        "latest_failure": tally.latest_failure,
-        "mean_reward": tally.rewards.mean,
-        "completion_tokens": tally.completion_tokens,
-        "seconds": tally.seconds,
-        "workers": {one.environment.name: one.pool.snapshot() for one in all_parts},
-        **several,
-    }

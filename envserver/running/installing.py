@@ -54,13 +54,6 @@ from ..registry.installed import (
 from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
-# A backend is a virtual environment with the framework in a version of ours, and the packages that
-# environments in it need. An environment is listed only if it could be imported; a new backend is
-# made wholly or not at all.
-
-# Installing changes nothing in envserver's own interpreter, and a package's folder is there wholly
-# or not at all.
-
 _OURS = ("envserver", "envserver-clients")
 _DESCRIBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -286,11 +279,19 @@ def install(
         own = interpreter == "own" or (interpreter == "auto" and bool(unmet))
         if own and unmet:
             on_progress(f"{wheel.package} gets its own virtual environment: {', '.join(unmet)}")
+        cannot = f"{wheel.package} {wheel.version} cannot be installed"
+        python: Interpreter | None = None
         with folder_of(wheel.package) as place:
-            python = _into_venv(wheel, place) if own else None
-            if python is None:
-                _into_packages(wheel, place)
-            described = _described(wheel, place, python)
+            if own:
+                python = make_venv(place)
+                pip("--python", python.executable, "install", wheel.path, failure=cannot)
+                executable, path = python.executable, python.search_path
+            else:
+                target = place / PACKAGES
+                pip("install", "--no-deps", "--target", target, wheel.path, failure=cannot)
+                executable, path = sys.executable, [*filter(None, sys.path), str(target)]
+            unusable = f"{wheel.package} cannot be used"
+            described = describe(wheel.names, executable, path, place, unusable)
             one = Installed(
                 package=wheel.package,
                 version=wheel.version,
@@ -298,7 +299,11 @@ def install(
                 environments=described,
                 interpreter=python,
             )
-            _check_usable(one)
+            if python is not None:
+                from ..registry.hosted import hosted_class
+
+                for each in described:
+                    hosted_class(one, each)
             (place / MANIFEST).write_text(_manifest(wheel, described))
             write_record(one)
     return one
@@ -424,33 +429,6 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
     return found
 
 
-def _into_packages(wheel: _Wheel, place: Path) -> None:
-    target = place / PACKAGES
-    pip("install", "--no-deps", "--target", target, wheel.path, failure=_cannot(wheel))
-
-
-def _into_venv(wheel: _Wheel, place: Path) -> Interpreter:
-    python = make_venv(place)
-    pip("--python", python.executable, "install", wheel.path, failure=_cannot(wheel))
-    return python
-
-
-def _described(wheel: _Wheel, place: Path, own: Interpreter | None) -> list[Description]:
-    if own is None:
-        python, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
-    else:
-        python, path = own.executable, own.search_path
-    return describe(wheel.names, python, path, place, f"{wheel.package} cannot be used")
-
-
-def _check_usable(one: Installed) -> None:
-    if one.interpreter is not None:
-        from ..registry.hosted import hosted_class
-
-        for described in one.environments:
-            hosted_class(one, described)
-
-
 def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
     place = f"{MANIFEST} of {wheel.package}"
     written = read_manifests(wheel.manifest, place)
@@ -468,10 +446,6 @@ def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
             for one in environments
         ]
     )
-
-
-def _cannot(wheel: _Wheel) -> str:
-    return f"{wheel.package} {wheel.version} cannot be installed"
 
 
 CARD = "README.md"

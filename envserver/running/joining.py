@@ -359,21 +359,19 @@ class _Events:
     """Keeps the events of rollouts until their group is sent."""
 
     def __init__(self) -> None:
-        self._scored: dict[str, list[RolloutScored]] = {}
-        self._failed: dict[str, list[RolloutFailed]] = {}
+        self._of: dict[str, tuple[list[RolloutScored], list[RolloutFailed]]] = {}
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RolloutScored):
-            self._scored.setdefault(event.group_id, []).append(event)
+            self.of(event.group_id)[0].append(event)
         elif isinstance(event, RolloutFailed):
-            self._failed.setdefault(event.group_id, []).append(event)
+            self.of(event.group_id)[1].append(event)
 
     def of(self, group_id: str) -> tuple[list[RolloutScored], list[RolloutFailed]]:
-        return self._scored.get(group_id, []), self._failed.get(group_id, [])
+        return self._of.setdefault(group_id, ([], []))
 
     def forget(self, group_id: str) -> None:
-        self._scored.pop(group_id, None)
-        self._failed.pop(group_id, None)
+        self._of.pop(group_id, None)
 
 
 @contextlib.asynccontextmanager

@@ -111,15 +111,18 @@ class JudgeNumbers:
         ]  # fmt: skip
 
 
-def judge_prices(config: JudgeConfig) -> Prices | None:
-    if config.prompt_price is None or config.completion_price is None:
+def prices_of(
+    prompt: float | None, completion: float | None, currency: str, source: str
+) -> Prices | None:
+    """None unless both prices are known."""
+    if prompt is None or completion is None:
         return None
-    return Prices(
-        prompt=config.prompt_price,
-        completion=config.completion_price,
-        currency=config.currency,
-        source="--judge.prompt_price",
-    )
+    return Prices(prompt=prompt, completion=completion, currency=currency, source=source)
+
+
+def judge_prices(config: JudgeConfig) -> Prices | None:
+    prices = config.prompt_price, config.completion_price
+    return prices_of(*prices, config.currency, "--judge.prompt_price")
 
 
 def _cost(judge: JudgeServer) -> float | None:

@@ -11,7 +11,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,15 +121,23 @@ def named_sections(options: Iterable[str]) -> set[str]:
     return {path.partition(f".{ANY_NAME}.")[0] for path in options if f".{ANY_NAME}." in path}
 
 
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None, str]]:
+    """Yields name and field, the section that it is, if any, and `.*` if users name several."""
+    for name, field in model.model_fields.items():
+        if (named := _named_section(field.annotation)) is not None:
+            yield name, field, named, f".{ANY_NAME}"
+        elif is_section(field.annotation):
+            yield name, field, typing.cast(type[BaseModel], field.annotation), ""
+        else:
+            yield name, field, None, ""
+
+
 def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     found: dict[str, Option] = {}
-    for name, field in model.model_fields.items():
+    for name, field, section, star in _fields(model):
         path = f"{prefix}{name}"
-        named = _named_section(field.annotation)
-        if named is not None:
-            found |= _leaves(named, f"{path}.{ANY_NAME}.")
-        elif is_section(field.annotation):
-            found |= _leaves(typing.cast(type[BaseModel], field.annotation), f"{path}.")
+        if section is not None:
+            found |= _leaves(section, f"{path}{star}.")
         else:
             found[path] = Option(
                 path=path,
@@ -155,29 +163,26 @@ def is_section(annotation: Any) -> bool:
 def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """Returns the first line of each section's docstring, by dotted path."""
     found: dict[str, str] = {}
-    for name, field in model.model_fields.items():
-        if (named := _named_section(field.annotation)) is not None:
-            words = inspect.cleandoc(named.__doc__ or "").partition("\n")[0]
-            found[f"{prefix}{name}.{ANY_NAME}"] = words
-        elif is_section(field.annotation):
-            section = typing.cast(type[BaseModel], field.annotation)
-            found[f"{prefix}{name}"] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
-            found |= sections_of(section, f"{prefix}{name}.")
+    for name, _, section, star in _fields(model):
+        if section is not None:
+            path = f"{prefix}{name}{star}"
+            found[path] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
+            found |= sections_of(section, f"{path}.")
     return found
 
 
 def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Returns the values in `model`'s default sections that differ from their classes' defaults."""
     found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    for name, field, section, star in _fields(model):
         default = _default(field)
-        if _named_section(field.annotation) is not None:
-            for own, section in default.items():
-                found |= _set_in(section, f"{prefix}{name}.{own}.")
+        if star:
+            for own, one in default.items():
+                found |= _set_in(one, f"{prefix}{name}.{own}.")
         elif isinstance(default, BaseModel):
             found |= _set_in(default, f"{prefix}{name}.")
-        elif is_section(field.annotation):
-            found |= preset(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
+        elif section is not None:
+            found |= preset(section, f"{prefix}{name}.")
     return found
 
 

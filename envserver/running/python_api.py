@@ -410,19 +410,17 @@ async def _serve(
     stop: Stop,
     opening: asyncio.Future[Serving | RayServing],
 ) -> Served:
-    async with _opened(members_of(ServeSettings, environment, settings)) as opened:
+    members: Members = members_of(ServeSettings, environment, settings)
+    serves: contextlib.AbstractAsyncContextManager[Serving | RayServing]
+    if members[0].spec.settings.ray.address:
+        from .ray_serving import ray_serving
+
+        serves = ray_serving(members)
+    else:
+        serves = serving(members)
+    async with serves as opened:
         opening.set_result(opened)
         return await opened.run(stop, lambda line: None)
-
-
-def _opened(
-    members: Members,
-) -> contextlib.AbstractAsyncContextManager[Serving | RayServing]:
-    if not members[0].spec.settings.ray.address:
-        return serving(members)
-    from .ray_serving import ray_serving
-
-    return ray_serving(members)
 
 
 @_ending_programs
@@ -499,7 +497,8 @@ async def score(
             sandbox=spec.settings.sandbox,
             judge=kept_answers(spec.settings.judge),
         )
-        scored = await asyncio.to_thread(_json_lines, target)
+        lines = (await asyncio.to_thread(target.read_text)).splitlines()
+        scored = [json.loads(line) for line in lines]
     return ScoreResult(scored, summary)
 
 
@@ -575,7 +574,3 @@ async def verify(source: Path | str, **settings: Any) -> verifying.Report:
     own = checked_settings(VerifySettings, {**settings, "source": str(source)})
     report, _ = await verifying.verify_source(own)
     return report
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

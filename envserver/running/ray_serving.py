@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from envserver_records.errors import ConfigError
 
 from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Scaling, connected
-from ..rollouts.agents import check_sampling
 from ..runners.link import Identity, held_identity
 from ..runners.runner import RegisteredRunner
 from ..settings.config import MixSettings
@@ -186,8 +185,6 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
     settings = members[0].spec.settings
     check_alike(members)
     check_engine(settings)
-    for one in members:
-        check_sampling(one.environment, settings.sampling)
     if settings.total_groups is not None:
         raise ConfigError(
             "--total_groups counts the groups of one process, and --ray has several.",

@@ -17,7 +17,7 @@ from envserver_records.errors import InputError, NotFoundError, RolloutError
 from envserver_records.records import Score, ServiceCall, Task
 
 from ..environment import Environment
-from ..export.stored import StoredRollout, read_groups
+from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..proxy.attempts import routing_key
 from ..registry import known_names
 from ..rollouts.attempt import Finished
@@ -120,9 +120,7 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
     for group in read_groups(sources):
         for rollout, raw in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
             if rollout.rollout_id == rollout_id:
-                sampling = group.line.get("generation_params") or {}
-                facts = group.line["envserver"]
-                return _record(sources[0], group.place, facts, sampling, rollout, raw)
+                return _record(sources[0], group, rollout, raw)
             if len(seen) < _NAMES_SHOWN:
                 seen.append(rollout.rollout_id)
     raise NotFoundError(
@@ -131,14 +129,9 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
     )
 
 
-def _record(
-    source: str,
-    place: str,
-    facts: dict[str, Any],
-    sampling: dict[str, Any],
-    rollout: StoredRollout,
-    raw: dict[str, Any],
-) -> Record:
+def _record(source: str, group: StoredGroup, rollout: StoredRollout, raw: dict[str, Any]) -> Record:
+    facts, place = group.line["envserver"], group.place
+    sampling = group.line.get("generation_params") or {}
     agents = agents_of(raw, facts)
     kept = bool(raw.get("calls"))
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,7 +29,6 @@ from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..formats.atropos import ScoreRange, score_in_range
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
-from ..sandbox.maker import SandboxAddress
 from ..tokens.builder import trained_ids
 from .judging import beside_source
 from .mix import RunSpec
@@ -218,9 +218,15 @@ async def rescore(
             beside_source(sources, out.parent),
             rubric=rubric,
         ) as opened:
+
+            @functools.cache
+            def finder(split: str, seed: int) -> TaskFinder:
+                changed = {**env_config, "split": split, "seed": seed}
+                return TaskFinder(reference, changed, opened.address)
+
             work = _Rescoring(
                 scorers=opened.pool,
-                tasks=_Tasks(reference, env_config, opened.address),
+                find=finder,
                 env=environment.name,
                 by=rubric or environment.name,
                 without_messages=settings.without_messages,
@@ -248,26 +254,10 @@ def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGro
             yield group
 
 
-class _Tasks:
-    def __init__(
-        self, reference: str, config: dict[str, Any], address: SandboxAddress | None
-    ) -> None:
-        self._reference, self._config, self._address = reference, config, address
-        self._finders: dict[tuple[str, int], TaskFinder] = {}
-
-    async def find(self, split: str, seed: int, task_id: str) -> Task:
-        finder = self._finders.get((split, seed))
-        if finder is None:
-            config = {**self._config, "split": split, "seed": seed}
-            finder = TaskFinder(self._reference, config, self._address)
-            self._finders[split, seed] = finder
-        return await finder.find(task_id)
-
-
 @dataclass
 class _Rescoring:
     scorers: ScorerPool
-    tasks: _Tasks
+    find: Callable[[str, int], TaskFinder]
     env: str
     by: str
     without_messages: bool
@@ -284,7 +274,7 @@ class _Rescoring:
             return None
         try:
             split, seed = facts.get("split", "train"), facts.get("seed", 0)
-            task = await self.tasks.find(split, seed, facts["task_id"])
+            task = await self.find(split, seed).find(facts["task_id"])
         except NotFoundError as error:
             self.tally.leave_out("not_found", f"{group.place}: {error}")
             return None

@@ -211,9 +211,14 @@ async def run_score(
             reference, environment, env_config, processes, sandbox, judge, output.parent
         ) as opened:
             finder = TaskFinder(reference, env_config, opened.address)
-            scored_rows = in_order(
-                _lines(source), _Scoring(opened.pool, finder).row, MAX_BYTES_IN_FLIGHT, size=_size
-            )
+
+            async def score(line: _Line) -> ScoredRow:
+                try:
+                    return await opened.pool.score_row(await _read(line, finder))
+                except EnvserverError as error:
+                    return ScoredRow(error=f"{error.kind}: {error}")
+
+            scored_rows = in_order(_lines(source), score, MAX_BYTES_IN_FLIGHT, size=_size)
             async with aclosing(scored_rows):
                 async for line, scored in scored_rows:
                     deliver(line, scored)
@@ -235,36 +240,25 @@ def _size(line: _Line) -> int:
     return max(len(line.data or b""), MAX_BYTES_IN_FLIGHT // MAX_ROWS_IN_FLIGHT)
 
 
-class _Scoring:
-    def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
-        self._scorers = scorers
-        self._finder = finder
-
-    async def row(self, line: _Line) -> ScoredRow:
-        try:
-            return await self._scorers.score_row(await self._read(line))
-        except EnvserverError as error:
-            return ScoredRow(error=f"{error.kind}: {error}")
-
-    async def _read(self, line: _Line) -> RowToScore:
-        row = _parsed(line.data)
-        if "task" not in row:
-            raise InputError("The row has no key 'task'.")
-        task = row["task"]
-        if isinstance(task, str):
-            task = await self._finder.find(task)
-        elif not isinstance(task, dict):
-            raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
-        finish_reason = row.get("finish_reason")
-        if finish_reason is not None and not isinstance(finish_reason, str):
-            raise InputError("'finish_reason' must be a text.")
-        messages = _messages(row)
-        return RowToScore(
-            task=task,
-            response=_response(row, messages),
-            messages=messages,
-            finish_reason=finish_reason,
-        )
+async def _read(line: _Line, finder: TaskFinder) -> RowToScore:
+    row = _parsed(line.data)
+    if "task" not in row:
+        raise InputError("The row has no key 'task'.")
+    task = row["task"]
+    if isinstance(task, str):
+        task = await finder.find(task)
+    elif not isinstance(task, dict):
+        raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
+    finish_reason = row.get("finish_reason")
+    if finish_reason is not None and not isinstance(finish_reason, str):
+        raise InputError("'finish_reason' must be a text.")
+    messages = _messages(row)
+    return RowToScore(
+        task=task,
+        response=_response(row, messages),
+        messages=messages,
+        finish_reason=finish_reason,
+    )
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:

@@ -131,8 +131,6 @@ class Serving(ServingBase):
 async def serving(members: Members) -> AsyncIterator[Serving]:
     settings = members[0].spec.settings
     check_alike(members)
-    for one in members:
-        check_sampling(one.environment, settings.sampling)
     expected = ["engine", *loaded_parts(members)]
     names = [one.share.name for one in members]
     async with (
@@ -218,3 +216,5 @@ def check_alike(members: Members) -> None:
             "The environments differ in include_messages or score_range.",
             hint="One server sends all groups in one form: set them under `env`.",
         )
+    for one in members:
+        check_sampling(one.environment, members[0].spec.settings.sampling)

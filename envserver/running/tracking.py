@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib.util
 import math
+import operator
 import os
 import queue
 import threading
@@ -147,23 +148,14 @@ def _rows(step: int, group: Group, link: str) -> list[Row]:
     if not placed:
         return []
     rewards = [reward for reward, _, _ in placed]
-    chosen = {number: one for _, number, one in (max(placed, key=_first), min(placed, key=_first))}
+    by_reward = operator.itemgetter(0)
+    chosen = (max(placed, key=by_reward), min(placed, key=by_reward))
     mean, deviation = fmean(rewards), pstdev(rewards)
+    # TRL's advantage: the distance from the group's mean in its deviations.
     return [
-        _row(step, group, number, one, _advantage(one, mean, deviation), link)
-        for number, one in chosen.items()
+        _row(step, group, number, one, (reward - mean) / (deviation + 1e-4), link)
+        for number, (reward, one) in {n: (reward, one) for reward, n, one in chosen}.items()
     ]
-
-
-def _first(placed: tuple[float, int, Trajectory]) -> float:
-    return placed[0]
-
-
-def _advantage(one: Trajectory, mean: float, deviation: float) -> float:
-    """Returns TRL's advantage: the distance from the group's mean in its deviations."""
-    reward = one.score.reward
-    assert reward is not None
-    return (reward - mean) / (deviation + 1e-4)
 
 
 def _row(step: int, group: Group, number: int, one: Trajectory, advantage: float, link: str) -> Row:
@@ -219,7 +211,6 @@ def _with_calls(message: Message) -> str:
 _log = structlog.get_logger("envserver.tracking")
 
 _MOST_CALLS: Final = 256
-_QUIET: Final = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 
 
 class Tracking:
@@ -287,8 +278,7 @@ async def tracking(
             raise ConfigError(
                 f"--track {name} needs the package {name}.", hint=missing_module_hint(name)
             )
-    for variable, value in _QUIET.items():
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     named = "+".join(environments) if len(environments) < 4 else "several"
     run = config.name or f"{command}-{named}-{time.strftime('%Y%m%d-%H%M%S')}"
     facts = without_secrets(settings.model_dump(mode="json")) | {"command": command}

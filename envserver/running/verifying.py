@@ -52,22 +52,15 @@ def parse_sample(text: str | None) -> Sample:
     if text is None:
         return Sample()
     try:
-        if text.endswith("%"):
-            return _share(float(text[:-1]) / 100)
-        if text.isdecimal():
-            if int(text) > 0:
-                return Sample(count=int(text))
-            raise ValueError
-        return _share(float(text))
+        if text.isdecimal() and int(text) > 0:
+            return Sample(count=int(text))
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
+        share = 0.0
+    if not 0 < share <= 1 or text.isdecimal():
         raise ConfigError(
             f"--sample: {text!r} is neither a share (1% or 0.01) nor a number of rows (20)."
-        ) from None
-
-
-def _share(share: float) -> Sample:
-    if not 0 < share <= 1:
-        raise ValueError
+        )
     return Sample(share=share)
 
 

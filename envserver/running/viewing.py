@@ -37,34 +37,20 @@ async def viewing(
     places: Sequence[str], *, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Viewing]:
     looked_at = viewed(places)
-    _check(looked_at)
+    if looked_at.is_on_disk:
+        files = looked_at.files()  # raises what is wrong with them
+        if looked_at.kind == "file":
+            first = next(FileScan(Path(files[0].path)).found(Documents()), None)
+            if isinstance(first, InputError):
+                raise first
     async with AsyncExitStack() as stack:
-        app = await _application(stack, looked_at)
+        over = {"server": _over_server, "store": _over_store}.get(looked_at.kind, _over_files)
+        app = await over(stack, looked_at)
         from ..http.server import serve_api
 
         server = await serve_api(app, host, port)
         stack.push_async_callback(server.close, at_once=True)
         yield Viewing(looked_at.title, server.url)
-
-
-def _check(looked_at: Viewed) -> None:
-    if not looked_at.is_on_disk:
-        return
-    files = looked_at.files()
-    if looked_at.kind != "file":
-        return
-    documents = Documents()
-    first = next(FileScan(Path(files[0].path)).found(documents), None)
-    if isinstance(first, InputError):
-        raise first
-
-
-async def _application(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
-    if looked_at.kind == "server":
-        return await _over_server(stack, looked_at)
-    if looked_at.kind == "store":
-        return await _over_store(stack, looked_at)
-    return await _over_files(stack, looked_at)
 
 
 async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:

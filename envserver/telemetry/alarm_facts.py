@@ -23,9 +23,16 @@ class Curves:
 
     def __init__(self, times: Array, columns: Mapping[Name, Array]) -> None:
         self.times = times
-        self._named: dict[str, list[tuple[dict[str, str], Array]]] = {}
+        self._columns: dict[str, list[tuple[dict[str, str], Array]]] = {}
         for name, values in columns.items():
-            self._named.setdefault(name.name, []).append((dict(name.labels), np.nan_to_num(values)))
+            self._columns.setdefault(name.name, []).append((dict(name.labels), values))
+        self._numbers: dict[str, list[tuple[dict[str, str], Array]]] = {}
+
+    def _named(self, name: str) -> list[tuple[dict[str, str], Array]]:
+        if name not in self._numbers:
+            listed = self._columns.get(name, ())
+            self._numbers[name] = [(labels, np.nan_to_num(values)) for labels, values in listed]
+        return self._numbers[name]
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
         return sorted({of[label] for of, _ in self._matching(name, labels) if label in of})
@@ -79,7 +86,7 @@ class Curves:
         return float(self.times[-1] - self.times[first])
 
     def _matching(self, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], Array]]:
-        return [one for one in self._named.get(name, ()) if labels.items() <= one[0].items()]
+        return [one for one in self._named(name) if labels.items() <= one[0].items()]
 
     def _summed(self, arrays: list[Array]) -> Array:
         return np.sum(arrays, axis=0) if arrays else np.zeros(len(self.times))

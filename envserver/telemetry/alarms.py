@@ -18,18 +18,6 @@ NAMES: Final = (
     *(rule.__name__ for rule in RULES if rule.__name__ != "alike_groups"),
     *("equal_rewards", "reward_always_lowest", "reward_always_highest", "same_answers"),
 )
-NEEDED: Final = frozenset(
-    f"envserver_{name}"
-    for name in (
-        *("groups", "leases_total", "paused", "calls_waiting", "rollouts_running"),
-        *("rollouts_total", "failed_attempts_total", "rollout_seconds_sum"),
-        *("rollout_seconds_count", "worker_deaths_total", "flags_total", "groups_delivered_total"),
-        *("groups_dropped_total", "groups_alike_total", "groups_equal_total", "store_events_total"),
-        *("replica_breaker", "engines", "policy_version", "joined_environments", "store_waiting"),
-        *("store_commit_seconds_sum", "store_commit_seconds_count", "reward_sum", "reward_count"),
-        *("engine_seconds_count", "tokens_total", "untrained_share", "untrained_tokens_total"),
-    )
-)
 
 
 def findings(at: Situation, failed: set[str]) -> list[Alarm]:

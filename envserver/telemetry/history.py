@@ -96,18 +96,15 @@ class History:
         """The time of the oldest row; infinity without rows."""
         return self._rows[0][0] if self._rows else math.inf
 
-    def columns(
-        self, start: float, wanted: frozenset[str]
-    ) -> tuple[NDArray[np.float64], dict[Name, NDArray[np.float64]]]:
-        """The samples with these names from `start`; NaN: there was none. From any thread."""
+    def columns(self, start: float) -> tuple[NDArray[np.float64], dict[Name, NDArray[np.float64]]]:
+        """The times and samples from `start`; NaN: there was none. From any thread."""
         rows, names = list(self._rows), dict(self._columns)  # first the rows: names only grow
         rows = [row for row in rows if row[0] >= start]
         filled = np.full((len(rows), len(names)), np.nan)
         for place, (_, row) in enumerate(rows):
             filled[place, : len(row)] = row
-        return np.array([at for at, _ in rows]), {
-            name: filled[:, column] for name, column in names.items() if name.name in wanted
-        }
+        columns = {name: filled[:, column] for name, column in names.items()}
+        return np.array([at for at, _ in rows]), columns
 
     def between(self, start: float, end: float) -> list[Row]:
         """Both times included; from any thread."""
