@@ -16,7 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ class Command:
     """A command: its module and a one-line summary.
 
     Args:
-        module: dotted name of the module that has `function` (`run(argv) -> exit status`; an
-            EnvserverError is explained in one line, with status 2 if the caller is at fault) and
-            `spec`, the CommandSpec; with a leading dot: a module of this package; "" for a group
-            of commands.
+        module: dotted name (with a leading dot: of this package) of the module that has `function`
+            (`run(argv) -> exit status`) and `spec`, the CommandSpec; "" for a group of commands.
         has_environment: it takes `--env`.
         has_debugger: `--debug` starts a debugger instead of only showing tracebacks.
         words: its subcommands.
@@ -48,70 +46,65 @@ class Command:
     before: str = ""
 
     def load_spec(self) -> CommandSpec[Any] | None:
-        """Returns what the command declares; None if it parses its arguments itself."""
+        """None: the command parses its arguments itself."""
         if not self.spec:
             return None
         module = importlib.import_module(self.module, __name__)
         return cast("CommandSpec[Any]", getattr(module, self.spec))
 
 
-_EVALUATE = {
-    "compare": Command(".evaluate_command", "compare two evaluations", "run_compare", "COMPARE"),
-    "merge": Command(
-        ".evaluate_command", "combine the shards of an evaluation", "run_merge", "MERGE"
-    ),
-    "report": Command(
-        ".evaluate_command", "write the report of an evaluation again", "run_report", "REPORT"
-    ),
-}
-_MODELS = {
-    "list": Command(".models_command", "list the models that have names", "run_list", "LIST"),
-    "start": Command(
-        ".models_command", "start an engine for a model and keep it running", "run_start", "START"
-    ),
-    "tiny": Command(
-        ".models_command", "train a tiny language model on a laptop", "run_tiny", "TINY"
-    ),
-    "probe": Command(
-        ".models_command", "show what an engine supports and what it lacks", "run_probe", "PROBE"
-    ),
-    "sim": Command(
-        ".models_command", "serve the simulated engine over HTTP", "run_simulated", "SIM"
-    ),
-}
-_ENV = {
-    "install": Command(
-        ".env_command", "install a package of environments", "run_install", "INSTALL"
-    ),
-    "list": Command(".env_command", "list what is installed", "run_list", "LIST"),
-    "remove": Command(".env_command", "remove an installed package", "run_remove", "REMOVE"),
-    "push": Command(".env_command", "share a project on the hub", "run_push", "PUSH"),
-}
-_AGENTS = {
-    "install": Command(
-        ".env_command", "install a coding agent for --agent", "run_agents_install", "AGENTS_INSTALL"
-    ),
-    "list": Command(
-        ".env_command", "list the agents that are known", "run_agents_list", "AGENTS_LIST"
-    ),
-}
-_SANDBOXES = {
-    "serve": Command(
-        ".serve", "make sandboxes on this machine for remote servers", "run_sandboxes", "SANDBOXES"
-    ),
-}
-_TOKEN = {
-    "create": Command(
-        ".token_command", "make a token for a role; print it", "run_create", "CREATE"
-    ),
-    "list": Command(".token_command", "list tokens: name, role, expiry", "run_list", "LIST"),
-    "revoke": Command(".token_command", "revoke a token by name or id", "run_revoke", "REVOKE"),
-}
+def _words(module: str, prefix: str = "", **summaries: str) -> dict[str, Command]:
+    """Commands with functions `run_WORD` and declarations `WORD`."""
+    return {
+        word: Command(module, summary, f"run_{prefix}{word}", f"{prefix}{word}".upper())
+        for word, summary in summaries.items()
+    }
+
+
+def _run_by(module: str, word: str, summary: str) -> Command:
+    """A command of a module that has several, which takes `--env`."""
+    return replace(_words(module, **{word: summary})[word], has_environment=True)
+
+
+_EVALUATE = _words(
+    ".evaluate_command",
+    compare="compare two evaluations",
+    merge="combine the shards of an evaluation",
+    report="write the report of an evaluation again",
+)
+_MODELS = _words(
+    ".models_command",
+    list="list the models that have names",
+    start="start an engine for a model and keep it running",
+    tiny="train a tiny language model on a laptop",
+    probe="show what an engine supports and what it lacks",
+    sim="serve the simulated engine over HTTP",
+)
+_ENV = _words(
+    ".env_command",
+    install="install a package of environments",
+    list="list what is installed",
+    remove="remove an installed package",
+    push="share a project on the hub",
+)
+_AGENTS = _words(
+    ".env_command",
+    "agents_",
+    install="install a coding agent for --agent",
+    list="list the agents that are known",
+)
+_SANDBOXES = _words(
+    ".serve", "sandboxes_", serve="make sandboxes on this machine for remote servers"
+)
+_TOKEN = _words(
+    ".token_command",
+    create="make a token for a role; print it",
+    list="list tokens: name, role, expiry",
+    revoke="revoke a token by name or id",
+)
 
 COMMANDS = {
-    "sample": Command(
-        ".env_command", "write sample files of an environment's inputs", "run_sample", "SAMPLE"
-    ),
+    **_words(".env_command", sample="write sample files of an environment's inputs"),
     "process": Command(
         ".process", "make scored rollouts and write them to a JSONL file", has_environment=True
     ),
@@ -126,48 +119,25 @@ COMMANDS = {
         "run an environment and serve its groups to trainers over HTTP",
         has_environment=True,
     ),
-    "top": Command(".view_command", "show what a running server does", "run_top", "TOP"),
+    **_words(".view_command", top="show what a running server does"),
     "view": Command(
         ".view_command", "show groups and rollouts in the browser: files, stores, servers"
     ),
     "run-api": Command(".serve", "serve trainers and remote environments", "run_api", "RUN_API"),
-    "join": Command(
-        ".serve",
-        "run an environment here for a remote server",
-        "run_join",
-        "JOIN",
-        has_environment=True,
-    ),
+    "join": _run_by(".serve", "join", "run an environment here for a remote server"),
     "run": Command(
         ".run_command",
         "run an environment's agent once, or debug it",
         has_environment=True,
         has_debugger=True,
     ),
-    "verify": Command(
-        ".score_command", "check delivered tokens against the engine", "run_verify", "VERIFY"
+    **_words(".score_command", verify="check delivered tokens against the engine"),
+    "score": _run_by(".score_command", "score", "score given answers, without a model"),
+    "rescore": _run_by(
+        ".score_command", "rescore", "score stored rollouts again, or by another rubric"
     ),
-    "score": Command(
-        ".score_command",
-        "score given answers, without a model",
-        "run_score",
-        "SCORE",
-        has_environment=True,
-    ),
-    "rescore": Command(
-        ".score_command",
-        "score stored rollouts again, or by another rubric",
-        "run_rescore",
-        "RESCORE",
-        has_environment=True,
-    ),
-    "replay": Command(
-        ".run_command",
-        "run one recorded rollout again",
-        "run_replay",
-        "REPLAY",
-        has_environment=True,
-        has_debugger=True,
+    "replay": replace(
+        _run_by(".run_command", "replay", "run one recorded rollout again"), has_debugger=True
     ),
     "check": Command(
         ".check_command",
@@ -189,10 +159,9 @@ COMMANDS = {
 
 def all_commands() -> dict[str, Command]:
     """Returns the commands of envserver and of installed packages, as `--help` lists them.
-
-    A package adds commands by an entry point of the group `envserver.commands`: a dict of names
-    and `Command`s. Reading entry points takes a tenth of a second, so only help, completion and
-    commands that are not in `COMMANDS` do it.
+    A package adds a dict of names and `Command`s by an entry point of the group
+    `envserver.commands`.
+    Reading entry points takes a tenth of a second: only help, completion and other names need it.
     """
     from importlib.metadata import entry_points
 
@@ -216,14 +185,8 @@ def find_command(name: str) -> Command | None:
 
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the arguments after the program name; unset: those of this process.
-        environment: the environment that `--env` would name (`python -m environments.math ...`).
-
-    Returns:
-        The exit status.
+    """Runs one command; returns the exit status.
+    `environment`: what `--env` would name (`python -m environments.math ...`).
     """
     _open_closed_streams()
     try:
@@ -265,14 +228,12 @@ def _main(argv: Sequence[str] | None, environment: str | None) -> int:
 
 
 def subcommand(command: Command, rest: list[str]) -> tuple[Command, list[str]]:
-    """Returns the subcommand that the first words of `rest` name, and what is behind them."""
     while rest and rest[0] in command.words:
         command, rest = command.words[rest[0]], rest[1:]
     return command, rest
 
 
 def _group(name: str, group: Command, rest: Sequence[str]) -> int:
-    """Shows the help of a group of commands; returns 2 if the subcommand is missing or unknown."""
     if rest and rest[0] in ("-h", "--help", "help"):
         print(_help_of_group(name, group))
         return 0
@@ -310,9 +271,8 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
 @contextmanager
 def lean_imports() -> Iterator[None]:
     """Imports in the block leave out work that a start does not need; Ctrl-C waits for its end.
-
-    Everything works as after a plain import: what is left out is made when it is used. Libraries in
-    C and Rust do not expect Ctrl-C while they are imported.
+    What is left out is made when it is used. Libraries in C and Rust do not expect Ctrl-C while
+    they are imported.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # The collector would spend a sixth of a start on what imports make, which stays.
@@ -346,7 +306,6 @@ def _is_callers(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> int:
-    """Shows an error in one line; returns the exit status."""
     from envserver_records.errors import EnvserverError, UsageError
 
     if isinstance(error, EnvserverError):
@@ -365,9 +324,8 @@ def _explain(error: BaseException) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`).
-
-    Otherwise the next opened file would take their descriptor and receive printed output.
+    """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`): otherwise the next
+    opened file would take their descriptor and receive printed output.
     """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:

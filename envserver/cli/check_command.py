@@ -1,7 +1,5 @@
-"""`envserver check`: shows the report of a check on the terminal, as a card or as a page.
-
-In: the report of `running.checking`. Out: tables, or the card and the page in Markdown.
-"""
+"""`envserver check`: shows the report of a check on the terminal, as a card or as a page
+(Markdown)."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from . import lean_imports
 from .command_line import CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from ..rollouts.check_data import (
@@ -57,12 +54,12 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.checking import check_environment
-        from .console import Console, show_json
+        from .console import Console, count_bars, show_json
         from .loop import run_loop, show_logs
 
     line = read_run_spec(COMMAND, argv)
     show_logs(line.settings)
-    with _bar(Console(stderr=True)) as bar:
+    with count_bars(Console(stderr=True)) as bar:
         shown = {name: bar.add_task(name, total=None) for name in ("plays", "results")}
         report = run_loop(
             check_environment(
@@ -77,18 +74,6 @@ def run(argv: list[str]) -> int:
     else:
         _show(Console(), report)
     return 0 if report.ok else 1
-
-
-def _bar(console: Console) -> Progress:
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=console, transient=True)
 
 
 def _show(console: Console, report: EnvironmentReport) -> None:
@@ -147,7 +132,6 @@ _FIELDS_SHOWN = 20
 
 
 def card(report: EnvironmentReport) -> str:
-    """Returns the card: a table for the README of the environment."""
     lines = ["| checked | found |", "|---|---|"]
     lines += [f"| {name} | {_cell(text)} |" for name, text in _rows(report)]
     if cheats := [one for one in report.plays if one.cheat]:
@@ -160,7 +144,6 @@ def card(report: EnvironmentReport) -> str:
 
 
 def page(report: EnvironmentReport) -> str:
-    """Returns the whole report as one page."""
     lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
     lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
     lines += [
@@ -173,7 +156,6 @@ def page(report: EnvironmentReport) -> str:
 
 
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:
-    """Returns wrong results and what was found about the rows of data, by title."""
     data = report.data
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
@@ -254,14 +236,12 @@ def _wrong(one: Kind | Played) -> Iterator[str]:
 
 
 def expected(kind: Kind) -> str:
-    """Returns the expected rewards as text."""
     if kind.expected_least == kind.expected_most:
         return f"{kind.expected_least:g}"
     return f"{kind.expected_least:g} to {kind.expected_most:g}"
 
 
 def verdict(kind: Kind) -> str:
-    """Returns whether the rewards are as expected, as text."""
     text = f"WRONG: {len(kind.wrong)}" if kind.wrong else "ok"
     return f"{text} ({kind.raised} raise)" if kind.raised else text
 
@@ -311,19 +291,16 @@ def _judged(one: Played) -> int:
 
 
 def ended_by(one: Played) -> str:
-    """Returns what ended plays other than their agents, as text."""
     failed = len(one.wrong) - _judged(one)
     parts = [f"{limit} {count}" for limit, count in sorted(one.limits.items())]
     return ", ".join([*parts, *([counted(failed, "failure")] if failed else [])])
 
 
 def number(value: float | None) -> str:
-    """Returns a reward as text, "-" if there is none."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def cost_of(scoring: ScoringCost) -> str:
-    """Returns what a score costs, as text."""
     usual, most = map(_milliseconds, (scoring.cpu_seconds, scoring.most_cpu_seconds))
     return f"{usual} of CPU, at most {most}"
 

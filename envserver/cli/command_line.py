@@ -1,13 +1,5 @@
-"""Declarations of commands; a command first shows its help or reads its settings.
-
-COMMAND = CommandSpec(
-    "convert", "Makes ...", ConvertSettings, usage="SOURCE...", arguments=("sources",)
-)
-
-def run(argv: list[str]) -> int:
-    settings = COMMAND.read(argv)
-    ...
-"""
+"""Declarations of commands: `COMMAND = CommandSpec(...)` shows help, and reads settings in
+`run`."""
 
 from __future__ import annotations
 
@@ -59,7 +51,6 @@ FREQUENT = (
     "workers.processes",
     "log_level",
 )
-"""Settings that `--help` shows first in every command that makes rollouts."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +60,13 @@ class CommandSpec(Generic[C]):
     Args:
         arguments: dotted paths of the settings that are given by position, in order; the last one
             takes all remaining arguments if it is a list.
-        aliases: short flags -> dotted paths, in addition to `flags.ALIASES`.
+        aliases: short flags -> dotted paths, in addition to `ALIASES`.
         frequent: dotted paths of the settings that `--help` shows; none: all of them.
         environment: the environment that the command always runs; None: the one of the sources.
-        settings_for: returns the settings class with the fields that an environment adds; None: it
-            adds only its `env` section.
+        settings_for: returns the settings class with the fields that an environment adds beside
+        `env`.
         openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
-            does: "openai" asks OpenAI itself if only a key is set.
+            does; "openai": OpenAI itself is used if only a key is set.
     """
 
     name: str
@@ -117,7 +108,6 @@ class CommandSpec(Generic[C]):
         return read_flags(argv, options, aliases=self.aliases, arguments=self.arguments)
 
     def named_environment(self, argv: Sequence[str]) -> str | None:
-        """Returns the environment of the command or given in the sources, if any."""
         if self.environment is not None:
             return self.environment
         if "env" not in self.settings_class.model_fields:
@@ -125,20 +115,21 @@ class CommandSpec(Generic[C]):
         return named_environment(self.flags(argv))
 
     def options(self, argv: Sequence[str]) -> dict[str, Option]:
-        """Returns all settings, including those of the environment given in the sources."""
-        reference = self.named_environment(argv)
-        model = self._settings_class(argv)
-        return options_of(with_environment(model, reference) if reference else model)
+        return options_of(self._model(argv))
 
     def path_of(self, flag: str, options: Mapping[str, Option]) -> str:
         return path_of(flag.removeprefix("--"), options, {**ALIASES, **self.aliases})
 
     def shown_names(self) -> dict[str, str]:
-        """Returns dotted path -> displayed name, if it is not `--path`: `--port`, `SOURCE`."""
+        """Dotted path -> displayed name, if it is not `--path`: `--port`, `SOURCE`."""
         flags = {**ALIASES, **self.aliases}
         names = {path: f"--{name}" for name, path in flags.items() if len(name) > 1}
         names["environment"] = "--env"
         return names | {path: argument_name(path) for path in self.arguments}
+
+    def _model(self, argv: Sequence[str]) -> type[C]:
+        reference, model = self.named_environment(argv), self._settings_class(argv)
+        return with_environment(model, reference) if reference else model
 
     def _settings_class(self, argv: Sequence[str]) -> type[C]:
         if self.settings_for is None or (reference := self.named_environment(argv)) is None:
@@ -150,12 +141,7 @@ class CommandSpec(Generic[C]):
     def show_help(
         self, argv: Sequence[str], *, program: str = "envserver", with_environment: bool = True
     ) -> None:
-        """Prints the help that `argv` asks for.
-
-        Args:
-            program: the text before the command in the usage line.
-            with_environment: False: `program` names the environment, so --env cannot be given.
-        """
+        """`with_environment` False: `program` names the environment, so --env cannot be given."""
         topic = help_topic(argv) or ""
         words = [word for word in argv if word not in ("--help", "-h", topic)]
         settings_class = self._settings_class(words)
@@ -166,15 +152,28 @@ class CommandSpec(Generic[C]):
         if not with_environment:
             usage = re.sub(r"--env \S+ ?", "", usage)
             frequent = tuple(path for path in frequent if path != "environment")
-        show_help(
-            topic,
-            usage=f"{program} {self.name} {usage}".rstrip(),
-            summary=self.summary,
-            settings_class=settings_class,
-            reference=self.named_environment(words),
-            names=self.shown_names(),
-            frequent=frequent,
-        )
+        reference = self.named_environment(words)
+        names = self.shown_names()
+        model = self._model(words)
+        options = options_of(model)
+        groups = dict(_groups(options, model, reference))
+        sections = [title for title in groups if title.partition(":")[0].split(".")[0] == topic]
+        bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
+        usage = f"{program} {self.name} {usage}".rstrip()
+        lines = [f"Usage: {usage} [--name value ...]", "", self.summary]
+        if frequent and topic != "all" and not sections:
+            lines += ["", f"{bold}Frequent settings{plain}"]
+            own = groups.get(_only(reference), [])
+            for option in [*(options[path] for path in frequent), *own]:
+                lines += _short_lines(option, _name(option.path, names), bold, plain)
+            lines += ["", *_more(options, groups)]
+        else:
+            for title in sections or groups:
+                lines += ["", f"{bold}{title}{plain}"]
+                for option in groups[title]:
+                    lines += _lines(option, _name(option.path, names), bold, plain)
+            lines += ["", _SOURCES]
+        print("\n".join(lines))
 
 
 def read_run_spec(
@@ -184,7 +183,6 @@ def read_run_spec(
     defaults: Mapping[str, Any] | None = None,
     environment: str | None = None,
 ) -> RunSpec[S]:
-    """Reads the settings of a command that needs an environment."""
     from ..registry import find
     from ..running.mix import RunSpec
 
@@ -215,58 +213,18 @@ def _typed(path: str) -> str:
 _INDENT = "      "
 _COLUMN = 34
 _MAX_DEFAULT = 60
-"""Maximum length of a default that the short help shows, in characters."""
 _SOURCES = """\
 A setting can be given in a YAML file (--config run.yaml), in `.env` or as an environment variable
 (ENVSERVER_ENV__GROUP_SIZE=8), or as a flag (--env.group_size 8); later sources win."""
 
 
 def help_topic(command_line: Sequence[str]) -> str | None:
-    """Returns the requested help: "" for the frequent settings, "all", or a section; None: no
-    help."""
+    """ "" for the frequent settings, "all", or a section; None: no help."""
     for at, word in enumerate(command_line):
         if word in ("-h", "--help"):
             following = command_line[at + 1] if at + 1 < len(command_line) else ""
             return "" if following.startswith("-") else following
     return None
-
-
-def show_help(
-    topic: str,
-    *,
-    usage: str,
-    summary: str,
-    settings_class: type[Section],
-    reference: str | None = None,
-    names: Mapping[str, str] | None = None,
-    frequent: Sequence[str] = (),
-) -> None:
-    """Prints the help of a command.
-
-    Args:
-        topic: "" for the frequent settings, "all", or a section.
-        names: dotted path -> the displayed name: `--port` or `SOURCE`.
-        frequent: dotted paths of the settings to show first; empty: all of them.
-    """
-    model = with_environment(settings_class, reference) if reference else settings_class
-    options = options_of(model)
-    groups = dict(_groups(options, model, reference))
-    sections = [title for title in groups if title.partition(":")[0].split(".")[0] == topic]
-    bold, plain = ("\033[1m", "\033[0m") if _colors() else ("", "")
-    lines = [f"Usage: {usage} [--name value ...]", "", summary]
-    if frequent and topic != "all" and not sections:
-        lines += ["", f"{bold}Frequent settings{plain}"]
-        own = groups.get(_only(reference), [])
-        for option in [*(options[path] for path in frequent), *own]:
-            lines += _short_lines(option, _name(option.path, names), bold, plain)
-        lines += ["", *_more(options, groups)]
-    else:
-        for title in sections or groups:
-            lines += ["", f"{bold}{title}{plain}"]
-            for option in groups[title]:
-                lines += _lines(option, _name(option.path, names), bold, plain)
-        lines += ["", _SOURCES]
-    print("\n".join(lines))
 
 
 def _only(reference: str | None) -> str:
@@ -280,8 +238,8 @@ def _more(options: Mapping[str, Option], groups: Mapping[str, list[Option]]) -> 
     return [*textwrap.wrap(text, 100), _SOURCES]
 
 
-def _name(path: str, names: Mapping[str, str] | None) -> str:
-    return (names or {}).get(path) or f"--{path.replace(ANY_NAME, 'NAME')}"
+def _name(path: str, names: Mapping[str, str]) -> str:
+    return names.get(path) or f"--{path.replace(ANY_NAME, 'NAME')}"
 
 
 def _groups(
@@ -298,6 +256,7 @@ def _groups(
         if group.startswith("env.") and not group.endswith(f".{ANY_NAME}"):
             continue
         members = [o for o in options.values() if o.group == group and o not in own]
+        members.sort(key=lambda o: o.path.startswith("log_"))  # of a base class, but of least use
         if group == "env":
             if own:
                 yield _only(reference), own
@@ -308,8 +267,6 @@ def _groups(
 
 
 def _short_lines(option: Option, name: str, bold: str, plain: str) -> list[str]:
-    """Formats a setting in two columns: name, then the first sentence of its docstring and the
-    default."""
     shows_default = option.default_text not in ("unset", "needed") and (
         len(option.default_text) <= _MAX_DEFAULT
     )

@@ -1,8 +1,7 @@
 """`envserver completion bash|zsh|fish`: completion of commands, flags, environments and choices.
 
 The script calls `envserver completion candidates -- WORD...` to complete the last word. Each output
-line has a candidate, a tab and a description; the line `:files` stands for matching files. Command
-names need only the standard library; flags need the settings of one command.
+line has a candidate, a tab and a description; the line `:files` stands for matching files.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ complete -c envserver -f -a '(__envserver_candidates)'
 
 
 def run(argv: list[str]) -> int:
-    """Prints a completion script, or candidates."""
     if argv[:2] == ["candidates", "--"]:
         for candidate, description in candidates(argv[2:]):
             sys.stdout.write(f"{candidate}\t{description}\n" if description else f"{candidate}\n")
@@ -92,11 +90,8 @@ def run(argv: list[str]) -> int:
 
 
 def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields completions of the last of `words` with descriptions; see the module docstring.
-
-    Args:
-        words: the arguments after the program, ending with the one to complete, which may be empty.
-            bash splits `--name=va` into three words, other shells do not.
+    """`words` ends with the word to complete, which may be empty. bash splits `--name=va` into
+    three words, other shells do not.
     """
     *before, current = words or [""]
     if current == "=":

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import orjson
@@ -16,24 +16,24 @@ from rich.segment import Segment
 
 from ..telemetry.redaction import printable
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 
 def show_json(facts: Any) -> None:
-    """Writes `facts`, which msgspec knows, to stdout as indented JSON."""
     plain = msgspec.to_builtins(facts, str_keys=True)
     sys.stdout.write(orjson.dumps(plain, option=orjson.OPT_INDENT_2).decode() + "\n")
 
 
 def show_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table on stdout, with its head as the first row, for people and `cut`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 class Console(rich.console.Console):  # noqa: TID251
-    """A console that shows control characters of its texts as escapes.
-
-    Only rich itself moves the cursor and sets colours: texts come from models, tasks and engines.
+    """A console that shows control characters of its texts as escapes: they come from models, tasks
+    and engines, and only rich itself moves the cursor and sets colours.
     """
 
     def say(self, text: str, style: str | None = None) -> None:
@@ -43,7 +43,6 @@ class Console(rich.console.Console):  # noqa: TID251
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Yields the segments of `renderable`; see rich."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text, keep="\n\t"), style)
@@ -55,30 +54,36 @@ OnProgress = Callable[[int, int], None]
 
 @contextlib.contextmanager
 def facts_bar(console: Console, total: float | None) -> Iterator[Callable[..., None]]:
-    """Shows facts and the progress if the console is a terminal. In the block, call the result
-    with `facts`, and what is `completed` of `total` or the `advance`.
-    """
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    """Yields a function that takes `facts`, and what is `completed` of `total` or the `advance`."""
+    from rich import progress
 
     columns = (
-        TextColumn("{task.fields[facts]}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[facts]}"),
+        progress.BarColumn(bar_width=24),
+        progress.TaskProgressColumn(),
+        progress.TimeRemainingColumn(),
     )
-    shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with shown as bar:
+    hidden = not console.is_terminal
+    with progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         yield partial(bar.update, bar.add_task("", total=total, facts="reading"))
+
+
+def count_bars(console: Console, *more: str, transient: bool = True) -> Progress:
+    """Bars of tasks by their descriptions; `more`: formats of further columns."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeRemainingColumn(),
+        *map(progress.TextColumn, more),
+        console=console,
+        transient=transient,
+    )
 
 
 @contextlib.contextmanager
 def reading_bar(noun: str, total_bytes: int | None) -> Iterator[OnProgress]:
-    """Shows how many documents were read, and their share of all."""
     with facts_bar(Console(stderr=True), total_bytes) as update:
         yield lambda count, size: update(completed=size, facts=f"{count:,} {noun}")

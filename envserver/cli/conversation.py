@@ -43,8 +43,9 @@ def show_rollout(console: Console, trajectory: Trajectory) -> None:
 
 
 def show_sample(console: Console, group: Group) -> None:
-    """Prints the best and the worst rollout of a group (one, if all rewards are equal), both with
-    long texts and long conversations shortened; of two rollouts both."""
+    """Prints the best and the worst rollout of a group (one, if all rewards are equal; of two
+    both), with long texts and conversations shortened.
+    """
     for rollout, place in _sample(group.trajectories):
         console.rule(f"{rollout.rollout_id}, task {group.task_id}{place}", characters="-")
         _show_shortened(console, rollout.messages)
@@ -121,8 +122,6 @@ _LOOK_SECONDS: Final = 0.5
 
 
 class Samples:
-    """Shows a group now and then; may be given every group."""
-
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
@@ -131,7 +130,6 @@ class Samples:
         self._printing = asyncio.Lock()
 
     async def __call__(self, group: Group) -> None:
-        """Shows the best and the worst rollout of `group`, if it is time for a sample."""
         now = self._clock()
         if self._shown >= FIRST_GROUPS and now < self._shown_at + SECONDS_BETWEEN:
             return
@@ -143,7 +141,6 @@ class Samples:
 
 @asynccontextmanager
 async def sampled(console: Console, latest: Callable[[], Group | None]) -> AsyncIterator[None]:
-    """Shows samples of the groups that `latest` returns while the block runs."""
     samples = Samples(console)
 
     async def look() -> None:
@@ -171,11 +168,7 @@ _HELP = (
 
 
 class Person:
-    """Shows each request and reads its answer.
-
-    Args:
-        read: returns a typed line, after the prompt; raises EOFError at the end.
-    """
+    """Shows each request and reads its answer; `read` raises EOFError at the end."""
 
     def __init__(self, console: Console, read: Callable[[str], str] = input) -> None:
         self._console = console
@@ -184,7 +177,7 @@ class Person:
         self._numbers = itertools.count(1)
 
     def answer(self, asked: Asked) -> Message | None:
-        """Returns the typed message; None at the end of the input. Blocks."""
+        """Returns None at the end of the input. Blocks."""
         if not self._shown:
             self._say(_HELP)
         agent = asked.line.partition("/")[2]
@@ -246,7 +239,7 @@ def _signature(function: dict[str, Any]) -> str:
 
 
 def _invalid(arguments: Any, schema: dict[str, Any]) -> str:
-    """Returns why the schema does not allow the arguments; "" if it does."""
+    """ "" if the schema allows the arguments."""
     from jsonschema import Draft202012Validator
 
     if not isinstance(arguments, dict):

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..settings.config import LogFormat, LogLevel, SandboxConfig
-from ..settings.section import Section
+from ..settings.config import Logged, LogLevel, SandboxConfig
 from . import lean_imports
 from .command_line import CommandSpec
 
@@ -30,16 +29,11 @@ really contain model-written programs (small programs are run in each and try to
 status 0: a sandbox works; 1: none works, and the output says how to fix it."""
 
 
-class DoctorSettings(Section):
-    """Settings of `doctor`."""
-
+class DoctorSettings(Logged):
     sandbox: SandboxConfig = SandboxConfig()
     as_json: bool = False
     """Print everything, including each escape attempt, as one JSON object."""
     log_level: LogLevel = "error"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec("doctor", SUMMARY, DoctorSettings)
@@ -49,8 +43,6 @@ _MB = 2**20
 
 
 class Fact(msgspec.Struct, frozen=True):
-    """A fact about this machine; `note` describes a problem, "" if there is none."""
-
     name: str
     value: str
     note: str = ""
@@ -95,7 +87,6 @@ def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
 
 
 def machine_facts() -> list[Fact]:
-    """Returns system facts that matter for many rollouts; starts no program except git."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = "few for many rollouts: raise the hard limit" if 0 <= hard < _LEAST_OPEN_FILES else ""
     git = _git_version()
@@ -196,7 +187,6 @@ def _show(
 
 
 def _show_stronger(console: Console, reports: Sequence[ProbeReport]) -> None:
-    """Prints what to allow so that a stronger backend works."""
     stronger = [each for each in reports if each.backend == "namespace" and not each.works]
     for report in stronger:
         console.say(f"For the stronger backend {report.backend}:")
@@ -218,15 +208,12 @@ def _show_backend(console: Console, report: ProbeReport) -> None:
 
 
 class MachineFact(msgspec.Struct, frozen=True):
-    """A machine: its load, or why it does not answer."""
-
     url: str
     load: Load | None
     problem: str = ""
 
 
 async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
-    """Asks the machines in the settings for their load."""
     from ..sandbox.machines import Machines
     from ..sandbox.source import address_of
 

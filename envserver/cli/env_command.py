@@ -1,8 +1,5 @@
-"""Commands about environments: `init`, `sample`, `list`, `env WORD`, and `agents WORD`.
-
-`env` installs, lists, removes and shares packages of environments; `agents` installs and lists
-external agents (`--agent NAME`).
-"""
+"""Commands about environments: `sample`, `list`, `env WORD`, and `agents WORD` (external
+agents)."""
 
 from __future__ import annotations
 
@@ -31,8 +28,6 @@ captions) in the form in which it reads yours. Prints the files and the command 
 
 
 class SampleSettings(Section):
-    """Settings of `sample`."""
-
     environment: str
     """Name of the environment, or its path. Can be given as the first argument."""
     out: Path | None = None
@@ -64,7 +59,6 @@ def run_sample(argv: list[str]) -> int:
 
 
 def _flags(reading: Mapping[str, Any]) -> str:
-    """Returns the settings as flags; one with several values is repeated."""
     pairs = [
         (name, one)
         for name, value in reading.items()
@@ -133,8 +127,6 @@ def _environment_row(name: str, origin: str) -> tuple[str, str, str, str]:
 
 
 class InstallSettings(Section):
-    """Settings of `env install`."""
-
     source: str
     """A project's folder, a wheel, git+https://...[@revision], hub:owner/name[@revision], or an
     environment of another framework, SCHEME:NAME."""
@@ -148,20 +140,15 @@ class InstallSettings(Section):
     """Install over an installed package of that name."""
 
 
-class ListSettings(Section):
-    """`env list` has no settings."""
+class ListSettings(Section): ...
 
 
 class RemoveSettings(Section):
-    """Settings of `env remove`."""
-
     name: str
     """Name of the package, or of one of its environments."""
 
 
 class PushSettings(Section):
-    """Settings of `env push`."""
-
     project: Path
     """Folder of the project, with pyproject.toml and environment.yaml."""
     to: str
@@ -198,7 +185,6 @@ PUSH = CommandSpec(
 
 
 def run_install(argv: list[str]) -> int:
-    """Installs a package; prints the names of its environments, one per line."""
     with lean_imports():
         from ..registry.installed import MANIFEST
         from ..running.installing import install
@@ -241,7 +227,6 @@ def run_remove(argv: list[str]) -> int:
 
 
 def run_push(argv: list[str]) -> int:
-    """Uploads a project; prints the address of each file. Without a token nothing is uploaded."""
     with lean_imports():
         from envserver_factory.publishing.models import upload
 
@@ -270,7 +255,7 @@ def run_push(argv: list[str]) -> int:
 
 
 def _why_no_hub() -> str:
-    """Returns why nothing can be uploaded; "" if it can."""
+    """ "" if something can be uploaded."""
     try:
         from huggingface_hub import get_token
     except ImportError:
@@ -284,8 +269,6 @@ def _row(one: Installed) -> tuple[str, ...]:
 
 
 class InstallAgentSettings(Section):
-    """Settings of `agents install`."""
-
     names: list[str]
     """Names of agents, as `agents list` shows them."""
     version: str = ""
@@ -296,8 +279,6 @@ class InstallAgentSettings(Section):
 
 
 class ListAgentsSettings(Section):
-    """Settings of `agents list`."""
-
     folder: Path | None = None
     """Folder of all installed agents; unset: $XDG_DATA_HOME/envserver/agents."""
 
@@ -315,7 +296,6 @@ AGENTS_LIST = CommandSpec(
 
 
 def run_agents_install(argv: list[str]) -> int:
-    """Installs agents; prints the folder of each."""
     with lean_imports():
         from ..harnesses import harness_of
         from ..harnesses.installing import install

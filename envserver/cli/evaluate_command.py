@@ -1,8 +1,4 @@
-"""Commands that measure models: `evaluate` and its subcommands.
-
-`evaluate compare A B` compares two evaluations, `evaluate merge` combines shards, and `evaluate
-report DIR` writes a report again. The work is in `running.evaluating`.
-"""
+"""Commands that measure models: `evaluate` and its subcommands `compare`, `merge` and `report`."""
 
 from __future__ import annotations
 
@@ -46,7 +42,6 @@ COMMAND = CommandSpec(
 
 
 def run(argv: list[str]) -> int:
-    """Returns 0 if anything was evaluated, 130 if it was stopped early."""
     with lean_imports():
         from ..running.evaluating import evaluate_members
         from ..running.python_api import choice_of
@@ -71,8 +66,6 @@ are listed and left out. Both are counted by the same rules, from their groups."
 
 
 class CompareSettings(Section):
-    """Settings of `evaluate compare`."""
-
     a: Path
     """The baseline run (the old one). Can be given as the first argument."""
     b: Path
@@ -101,12 +94,18 @@ COMPARE = CommandSpec(
 
 def run_compare(argv: list[str]) -> int:
     with lean_imports():
+        from ..evaluation.comparison import compare
+        from ..evaluation.folders import View, called_alike, read_run
         from ..evaluation.tables import comparison_notes, comparison_tables, verdicts_of
         from .console import Console, show_json
         from .evaluating import show_tables
 
     settings = COMPARE.read(argv)
-    found = _compared(settings)
+    view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
+    a = read_run(settings.a, view)
+    b = called_alike(a, read_run(settings.b, view))
+    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
+    found = compare(a, b, rules, names=_names(settings.a, settings.b))
     if settings.out is not None:
         _write(settings.out, found)
     if settings.as_json:
@@ -121,20 +120,8 @@ def run_compare(argv: list[str]) -> int:
     return 0
 
 
-def _compared(settings: CompareSettings) -> Comparison:
-    from ..evaluation.comparison import compare
-    from ..evaluation.folders import View, called_alike, read_run
-
-    view = View(pass_at=settings.pass_at, failures=settings.failures, truncated=settings.truncated)
-    a = read_run(settings.a, view)
-    b = called_alike(a, read_run(settings.b, view))
-    rules = msgspec.structs.replace(next(iter(a.values())).rules, seed=settings.seed)
-    return compare(a, b, rules, names=_names(settings.a, settings.b))
-
-
 def _names(a: Path, b: Path) -> tuple[str, str]:
-    """Returns display names: the folder names if they differ, the paths otherwise, A and B for the
-    same path."""
+    """The folder names if they differ, the paths otherwise, A and B for the same path."""
     one, two = a.resolve().parts, b.resolve().parts
     if one[-1] != two[-1]:
         return one[-1], two[-1]
@@ -160,8 +147,6 @@ are refused."""
 
 
 class MergeSettings(Section):
-    """Settings of `evaluate merge`."""
-
     shards: list[Path] = Field(default_factory=list)
     """Folders of the shards; may be given without the flag."""
     out: Path
@@ -205,8 +190,6 @@ setting changes how attempts are counted."""
 
 
 class ReportSettings(Section):
-    """Settings of `evaluate report`."""
-
     folder: Path
     """Folder of the evaluation. Can be given as the first argument."""
     pass_at: float | None = Field(default=None, allow_inf_nan=False)

@@ -1,9 +1,7 @@
 """What `evaluate` and `sweep` share: the environments that they run, and what they show.
 
-In: the command line. Out: `EvaluatedEnvironment`s, each with its own settings and a unique name. A
-folder has environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an
-environment: only their `env` and `sampling` are used, and flags override them; all other settings
-are the command's.
+A folder has environments (`*.py`, or `NAME/env.py`) and settings files (`*.yaml`) that each name an
+environment: only their `env` and `sampling` are used, and flags override them.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from ..running.evaluating import EvaluatedEnvironment, EvaluationView
 from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
-from ..settings.config import MixEntry, MixSettings
+from ..settings.config import MixSettings
 from .command_line import CommandSpec
 from .console import Console
 from .mixing import entries_of
@@ -51,8 +49,6 @@ _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 @dataclass(frozen=True)
 class _Wanted:
-    """An environment, and its own settings with their origin."""
-
     reference: str
     place: str = ""
     tree: Tree = field(default_factory=dict)
@@ -60,9 +56,9 @@ class _Wanted:
 
 
 def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[EvaluatedEnvironment[M]]:
-    """Returns the environments given on the command line, at least one; each has a group size of 1
-    at temperature 0 unless another is given."""
+    """At temperature 0 the group size is 1 unless another is given."""
     warn = once(to_stderr)
+    seen: Counter[str] = Counter()
     found = []
     for one in _wanted(command, argv):
         settings = command.read(
@@ -74,33 +70,23 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Evaluated
         )
         if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
             settings.env.group_size = 1
-        environment_class = find(one.reference)
-        name = one.name or environment_class.name
-        found.append(
-            EvaluatedEnvironment(name, RunSpec(settings, one.reference, environment_class))
-        )
-    return _named_apart(found)
-
-
-def _named_apart(members: Sequence[EvaluatedEnvironment[M]]) -> list[EvaluatedEnvironment[M]]:
-    seen: Counter[str] = Counter()
-    found = []
-    for member in members:
-        seen[member.name] += 1
-        number = seen[member.name]
-        name = member.name if number == 1 else f"{member.name}-{number}"
-        found.append(EvaluatedEnvironment(name, member.spec))
+        kind = find(one.reference)
+        name = one.name or kind.name
+        seen[name] += 1
+        if seen[name] > 1:
+            name = f"{name}-{seen[name]}"
+        found.append(EvaluatedEnvironment(name, RunSpec(settings, one.reference, kind)))
     return found
 
 
 def _wanted(command: CommandSpec[M], argv: Sequence[str]) -> list[_Wanted]:
     entries, place = entries_of(command, argv)
     if entries is not None:
-        return [
-            one
-            for number, entry in enumerate(entries)
-            for one in _of_entry(entry, f"{place}[{number}]")
-        ]
+        found: list[_Wanted] = []
+        for number, entry in enumerate(entries):
+            own = _Wanted(entry.name, f"{place}[{number}]", {"env": entry.env})
+            found += [own] if entry.env else _of_reference(entry.name)
+        return found
     reference = command.named_environment(argv)
     if reference is None:
         raise UsageError(
@@ -109,12 +95,6 @@ def _wanted(command: CommandSpec[M], argv: Sequence[str]) -> list[_Wanted]:
             hint="`envserver list` shows the names.",
         )
     return _of_reference(reference)
-
-
-def _of_entry(entry: MixEntry, place: str) -> list[_Wanted]:
-    if not entry.env:
-        return _of_reference(entry.name)
-    return [_Wanted(entry.name, place, {"env": entry.env})]
 
 
 def _of_reference(reference: str) -> list[_Wanted]:
@@ -165,8 +145,6 @@ def _of_file(path: Path) -> _Wanted:
 
 
 class Progress(EvaluationView):
-    """Shows the progress of an evaluation, and not its report."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self.show = partial(ProgressView, console)
@@ -176,8 +154,6 @@ class Progress(EvaluationView):
 
 
 class Shown(Progress):
-    """Shows an evaluation on a terminal."""
-
     def ended(self, run: GroupRun, settings: MixSettings) -> None:
         show_result(self._console, run, settings)
 
@@ -186,7 +162,6 @@ class Shown(Progress):
 
 
 def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
-    """Prints the tables of a report, how to read them, and where the files are."""
     if isinstance(report, Suite):
         tables = [summary_of(report)]
         for part in report.parts:

@@ -37,10 +37,7 @@ makes some hundred), and how often before the next generations are."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM ended the command."""
-
     status = 128 + signal.SIGTERM
-    """Exit status that the shell shows for a command ended by SIGTERM."""
 
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -55,12 +52,11 @@ def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def spare_collector() -> None:
-    """Tunes the garbage collector, which otherwise takes a fifth of the time of a call and
-    sometimes pauses for many milliseconds.
+    """Tunes the garbage collector, which otherwise takes a fifth of the time of a call and pauses.
 
     Objects that exist now live as long as the process. Reference counting frees nearly all objects
-    of a call, but only after they exceed Python's default threshold. A pause is as long as what
-    is looked through, so the two young generations stay small: 2,000 and 10,000 objects. With
+    of a call, but only after they exceed Python's default threshold. The two young generations stay
+    small (2,000 and 10,000 objects), since a pause is as long as what is looked through: with
     20,000 and 200,000 it stopped a loop with 1,000 rollouts in flight for 200 and 400 ms.
     """
     gc.freeze()
@@ -81,13 +77,21 @@ async def _terminable(coroutine: Coroutine[Any, Any, T], on_sigterm: Callable[[]
 CLOSING_SECONDS = 15.0
 
 
-class SignalStop(Stop):
-    """Stops a run on SIGINT or SIGTERM.
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
-    Args:
-        say: shows one line.
-        drain_seconds: seconds after which open groups are cancelled; None: never.
-    """
+
+def on_signals(do: Callable[[], object]) -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, do)
+
+
+def off_signals() -> None:
+    for number in SIGNALS:
+        asyncio.get_running_loop().remove_signal_handler(number)
+
+
+class SignalStop(Stop):
+    """Stops a run on SIGINT or SIGTERM; `drain_seconds`: then open groups are cancelled."""
 
     def __init__(self, say: Callable[[str], object], *, drain_seconds: float | None = None) -> None:
         super().__init__()
@@ -98,13 +102,11 @@ class SignalStop(Stop):
         self, scheduler: Stoppable, drain: Callable[[], None], cancel: Callable[[], object]
     ) -> None:
         super().attach(scheduler, drain, cancel)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        on_signals(self._on_signal)
 
     def detach(self) -> None:
         if not self.asked:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().remove_signal_handler(number)
+            off_signals()
         super().detach()
 
     def _on_signal(self) -> None:
@@ -134,18 +136,13 @@ class SignalStop(Stop):
         os._exit(1)
 
 
-# Lines of the server and of libraries (uvicorn, aiohttp, Python's warnings) have the same form and
-# carry ids (`group_id`, `rollout_id`, `run`). Anything that looks like a secret is removed from the
-# line before it is written.
-
 _EQUAL_WARNINGS: Final = (0.1, 10.0)
-"""Rate a second, and burst, of equal warnings of a library."""
+"""Rate a second, and burst."""
 _MOST_KINDS: Final = 256
 
 
 class CurrentStderr(io.TextIOBase):
-    """Writes to the current `sys.stderr`. A progress bar replaces it while it is shown, and prints
-    lines above itself."""
+    """Writes to the current `sys.stderr`: a progress bar replaces it while it is shown."""
 
     def write(self, text: str, /) -> int:
         return sys.stderr.write(text)
@@ -168,9 +165,7 @@ def show_logs(settings: LogSettings) -> None:
 
 def configure_logs(level: str, form: LogFormat = "auto") -> None:
     """Shows events of at least `level` ("debug" ... "error"); for libraries, at least warnings.
-
-    Args:
-        form: auto is console: text between the tables of a command, wherever stderr goes.
+    `form`: auto is console.
     """
     number = logging.getLevelNamesMapping()[level.upper()]
     stderr = cast(TextIO, CurrentStderr())
@@ -202,7 +197,6 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
 
 class FewWarnings(logging.Filter):
     """Lets ten equal warnings of a library pass, then one in ten seconds.
-
     Every client can cause some: uvicorn writes one for each request that is not HTTP.
     """
 
@@ -229,8 +223,7 @@ class FewWarnings(logging.Filter):
         return True
 
 
-class _Lines(logging.StreamHandler[TextIO]):
-    """Handles log records of libraries."""
+class _Lines(logging.StreamHandler[TextIO]): ...
 
 
 def _renderers(form: LogFormat) -> list[Processor]:

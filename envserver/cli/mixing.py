@@ -1,7 +1,6 @@
 """Several environments in one command: `environments:` of a YAML file, or `--env math=2,code=1`.
-
-Each has its own settings: `env` applies to all of them; an environment's entry in the file
-overrides the rest of the file, and variables and flags override the entry.
+`env` applies to all of them; an environment's entry in the file overrides the rest of the file, and
+variables and flags override the entry.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 from ..registry import find
 from ..rollouts.scheduler import Share, targets
 from ..running.mix import Member, RunSpec, share_total
-from ..running.options import options_of
+from ..running.options import config_error, faults, options_of
 from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
 from .settings import config_file, once, to_stderr
@@ -26,9 +25,7 @@ M = TypeVar("M", bound=MixSettings)
 
 
 def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
-    """Returns the environments given on the command line, with their settings; None if only one is
-    given.
-    """
+    """Returns None if only one environment is given."""
     entries, place = entries_of(command, argv)
     if entries is None:
         return None
@@ -43,7 +40,12 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
             raise
         listed.append(settings)
     if len(entries) > 1:
-        listed = share_total(listed, list(map(_has_own_steps, entries, listed)))
+        # Own: the entry itself sets it, and no flag, variable or file overrides it.
+        own = [
+            (steps := entry.env.get("total_steps")) is not None and steps == one.env.total_steps
+            for entry, one in zip(entries, listed, strict=True)
+        ]
+        listed = share_total(listed, own)
     members = []
     for entry, settings in zip(entries, listed, strict=True):
         line = RunSpec(settings, entry.name, find(entry.name))
@@ -52,12 +54,6 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
         members.append(Member(line, environment, share))
     targets(member.share for member in members)  # refuses what cannot be
     return members
-
-
-def _has_own_steps(entry: MixEntry, settings: MixSettings) -> bool:
-    """Whether the entry itself sets `total_steps`, and no flag, variable or file overrides it."""
-    own = entry.env.get("total_steps")
-    return own is not None and own == settings.env.total_steps
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
@@ -105,9 +101,9 @@ def _validated(listed: Any, origin: str) -> list[MixEntry]:
         try:
             entries.append(MixEntry.model_validate(one))
         except ValidationError as error:
-            for fault in error.errors(include_url=False, include_context=False):
-                where = ".".join(map(str, (f"environments[{number}]", *fault["loc"])))
-                problems.append(f"{origin}: {where}: {fault['msg']}.")
+            for place, what in faults(error):
+                where = ".".join(map(str, (f"environments[{number}]", *place)))
+                problems.append(f"{origin}: {where}: {what}.")
     if problems:
-        raise ConfigError("\n".join(problems), problems=problems)
+        raise config_error(problems)
     return entries

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
-    LogFormat,
+    Logged,
     LogLevel,
     OpenAIConfig,
     SandboxConfig,
@@ -34,15 +34,12 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from ..environment import Environment
     from ..models.catalogue import ModelEntry
     from ..models.probe import ProbeResult
     from .console import Console
 
 
 class ListSettings(Section):
-    """Settings of `models list`."""
-
     models_file: Path = EngineConfig().models_file
     """YAML file that names the models."""
     as_json: bool = False
@@ -55,7 +52,6 @@ LIST = CommandSpec(
 
 
 def run_list(argv: list[str]) -> int:
-    """Runs the command; returns 1 if no model has a name."""
     with lean_imports():
         from ..models.catalogue import read_catalogue
         from .console import Console, show_json
@@ -101,15 +97,9 @@ _START_ALIASES = {
 }
 
 
-class StartSettings(Section):
-    """Settings of `models start`."""
-
+class StartSettings(Logged):
     name: str = Field(default="", min_length=0)
     """Name of the model. Can be given as the first argument."""
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     engine: EngineConfig = EngineConfig()
 
 
@@ -130,7 +120,6 @@ PORT = 9001
 
 
 def run_start(argv: list[str]) -> int:
-    """Runs the command until a signal, or until the engine has died too often."""
     with lean_imports():
         from .loop import run_loop, show_logs
 
@@ -166,8 +155,6 @@ learning visibly works on a laptop. The same settings give the same weights on o
 
 
 class TinySettings(Section):
-    """Settings of `models tiny`."""
-
     folder: Path = Path()
     """Folder for the model. Can be given as the first argument."""
     tasks: Literal["sums", "many", "half_sort", "half_tool"] = "sums"
@@ -203,6 +190,7 @@ def run_tiny(argv: list[str]) -> int:
             make_from_experts,
         )
 
+        from .console import Console, count_bars
         from .loop import run_loop
 
     settings = TINY.read(argv)
@@ -218,7 +206,7 @@ def run_tiny(argv: list[str]) -> int:
         solve_probability=settings.solve_probability or recipe.solve_probability,
         threads=settings.threads,
     )
-    with _bars() as bars:
+    with count_bars(Console(stderr=True), "{task.fields[note]}", transient=False) as bars:
         view = _TinyView(bars, plan)
         run_loop(make_from_experts(settings.folder, plan, view, overwrite=settings.overwrite))
     print(settings.folder)
@@ -226,8 +214,6 @@ def run_tiny(argv: list[str]) -> int:
 
 
 class _TinyView:
-    """Shows a bar for each kind of experts and one for the training."""
-
     def __init__(self, bars: Progress, plan: TinyPlan) -> None:
         from envserver_local.tiny.from_experts import RECIPES
 
@@ -246,29 +232,12 @@ class _TinyView:
         self._bars.update(self._training, completed=step, visible=True, note=note)
 
 
-def _bars() -> Progress:
-    from rich import progress
-
-    from .console import Console
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-        progress.TextColumn("{task.fields[note]}"),
-        console=Console(stderr=True),
-    )
-
-
 _SIM = """Serves the simulated engine as an OpenAI-compatible server. It is not a language
 model: it answers with correct or spoiled solutions of the tasks of --env, and random text without
 --env."""
 
 
 class SimSettings(EnvironmentSettings):
-    """Settings of `models sim`."""
-
     host: LoopbackHost = "127.0.0.1"
     """Address to listen on; only loopback addresses."""
     port: int = Field(default=9001, ge=0, le=65535)
@@ -289,43 +258,35 @@ SIM = CommandSpec(
 )
 
 
-def run_simulated(argv: list[str]) -> int:
+def run_sim(argv: list[str]) -> int:
     with lean_imports():
-        from ..running.simulated_server import run_sim
         from .loop import run_loop, show_logs
 
     settings = SIM.read(argv)
     show_logs(settings)
-    solver = _solver(settings)
-    run_loop(
-        run_sim(settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say)
-    )
+    run_loop(_simulate(settings))
     return 0
 
 
-def _solver(settings: SimSettings) -> Solver | None:
-    from ..registry import find
-    from ..running.mix import RunSpec
-    from ..running.simulated_server import demonstration_solver
-    from .loop import run_loop
-
-    if settings.environment is None:
-        return None
-    line = RunSpec(settings, settings.environment, find(settings.environment))
-    environment = line.make_environment()
-    if environment.sandbox is None:
-        return demonstration_solver(environment, settings.env.split)
-    return run_loop(_with_sandboxes(environment, settings))
-
-
-async def _with_sandboxes(environment: Environment, settings: SimSettings) -> Solver:
+async def _simulate(settings: SimSettings) -> None:
     import asyncio
 
+    from ..registry import find
+    from ..running.mix import RunSpec
     from ..running.sandboxes import sandboxes_of
-    from ..running.simulated_server import demonstration_solver
+    from ..running.simulated_server import demonstration_solver, run_sim
 
-    async with sandboxes_of(environment, settings.sandbox):
-        return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
+    solver = None
+    if settings.environment is not None:
+        line = RunSpec(settings, settings.environment, find(settings.environment))
+        environment = line.make_environment()
+        # Only its tasks are read: no worker needs a sandbox.
+        async with sandboxes_of(environment, settings.sandbox, "pooled"):
+            split = settings.env.split
+            solver = await asyncio.to_thread(demonstration_solver, environment, split)
+    await run_sim(
+        settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say
+    )
 
 
 _PROBE = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly
@@ -333,15 +294,10 @@ its tokens can be recorded, what is missing, and how to fix it. Several addresse
 commas) are probed one by one, and their differences are shown."""
 
 
-class ProbeSettings(Section):
-    """Settings of `models probe`."""
-
+class ProbeSettings(Logged):
     url: list[str] = Field(default_factory=list)
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     as_json: bool = Field(default=False)
     """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()
@@ -363,7 +319,6 @@ _TRIES = 2
 
 
 def run_probe(argv: list[str]) -> int:
-    """Runs the command; returns 1 if an engine does not answer."""
     with lean_imports():
         from .loop import run_loop, show_logs
 
@@ -435,12 +390,9 @@ _BETTER = {
 
 
 class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """The probe result of one address.
-
-    Args:
-        template_kwargs: variables that the engine gives to every chat template, configured or
-            detected.
-        not_stitched: why conversations cannot be continued from recorded tokens.
+    """The probe result of one address. `template_kwargs`: variables that the engine gives to every
+    chat template, configured or detected; `not_stitched`: why conversations cannot be continued
+    from recorded tokens.
     """
 
     url: str
@@ -451,7 +403,6 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(probed: Sequence[ProbedEngine]) -> list[str]:
-    """Returns the differences between replicas of one engine, one line each."""
     lines = []
     facts = [_facts(one) for one in probed]
     for name in facts[0] if facts else ():
@@ -494,7 +445,6 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
 
 
 def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
-    """Prints one table for each address on stdout, and possible improvements."""
     from rich.table import Table
     from rich.text import Text
 

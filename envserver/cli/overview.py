@@ -1,7 +1,5 @@
 """What a server does, as tables for a terminal: `envserver serve` and `envserver top` show it.
-
-In: rows of its numbers (`telemetry.history`), oldest first. Out: tables, or one line. Rates and
-rewards are those of the last minute, or of the rows that there are.
+Rates and rewards are those of the last minute, or of the rows that there are.
 """
 
 from __future__ import annotations
@@ -14,12 +12,14 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import httpx
+import numpy as np
 from envserver_records.errors import ConflictError, NotFoundError, StoreError
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
+from ..telemetry.alarm_facts import Curves
 from ..telemetry.history import Name, Numbers, Row
 from .console import Console
 
@@ -31,31 +31,24 @@ _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
 class Overview:
-    """The figures of a server, computed from its rows.
-
-    Args:
-        rows: of at least one sample, oldest first; a counter that fell began again.
-        alarms: what is wrong, in sentences.
-    """
+    """The figures of a server, from at least one row of its numbers, oldest first."""
 
     def __init__(self, rows: Sequence[Row], alarms: Sequence[str] = ()) -> None:
         self._alarms = alarms
         end, self._now = rows[-1]
         # A row that is taken every minute is a little older than a minute.
-        start, self._before = next(row for row in rows if row[0] >= end - 1.1 * WINDOW)
+        start, before = next(row for row in rows if row[0] >= end - 1.1 * WINDOW)
         self.seconds = end - start
-        self._named: dict[str, list[tuple[Name, dict[str, str], float]]] = {}
-        for one, value in self._now.items():
-            self._named.setdefault(one.name, []).append((one, dict(one.labels), value))
+        columns = {name: np.array([before.get(name, 0.0), self._now[name]]) for name in self._now}
+        self._curves = Curves(np.array([start, end]), columns)
+        self._sum = self._curves.now
 
     def tables(self) -> RenderableType:
-        """Returns the tables of environments, trainers, engines and failures that have a row."""
         parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
         troubles = [f"[red]{escape(_plain(one))}[/]" for one in self._troubles()]
         return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
 
     def headline(self) -> str:
-        """Returns the policy version, the speed and what waits, as a line."""
         version = self._now.get(Name("envserver_policy_version", ()), -1)
         groups = self._rate("envserver_groups_delivered_total") * 60
         waiting = self._sum("envserver_groups", state="queued")
@@ -70,7 +63,7 @@ class Overview:
         )
 
     def line(self) -> str:
-        """Returns the headline and the mean rewards, for output that is no terminal."""
+        """For output that is not a terminal."""
         agents = self._agents()[:_MOST_ROWS]
         rewards = [f"{_plain(name)} {_reward(self._mean(name, agent))}" for name, agent in agents]
         return " · ".join([self.headline(), *rewards, *self._troubles()])
@@ -142,50 +135,31 @@ class Overview:
             yield "model calls are paused"
 
     def _agents(self) -> list[tuple[str, str]]:
-        environments = dict.fromkeys(
-            labels["environment"]
-            for name in ("envserver_rollouts_running", "envserver_rollouts_total")
-            for _, labels, _ in self._named.get(name, ())
+        values = self._curves.values_of
+        names = ("envserver_rollouts_running", "envserver_rollouts_total")
+        environments = {one for name in names for one in values(name, "environment")}
+        return sorted(
+            (one, agent)
+            for one in environments
+            for agent in values("envserver_reward_count", "agent", environment=one) or [""]
         )
-        agents: dict[str, list[str]] = {}
-        for _, labels, _ in self._named.get("envserver_reward_count", ()):
-            agents.setdefault(labels["environment"], []).append(labels["agent"])
-        return sorted((name, one) for name in environments for one in agents.get(name, [""]))
 
     def _mean(self, environment: str, agent: str) -> float | None:
         """The mean reward in the window; of all groups where the window has none."""
         labels = {"environment": environment, "agent": agent}
         names = ("envserver_reward_sum", "envserver_reward_count")
-        rewards, count = (self._grown(name, **labels) for name in names)
+        rewards, count = (grown[-1] for grown in self._curves.sums(*names, **labels))
         if not count:
             rewards, count = (self._sum(name, **labels) for name in names)
         return rewards / count if count else None
 
     def _values(self, name: str, label: str, **of: str) -> list[tuple[str, float]]:
-        found: dict[str, float] = {}
-        for _, labels, value in self._named.get(name, ()):
-            if not of.items() <= labels.items():
-                continue
-            found[labels[label]] = found.get(labels[label], 0.0) + value
-        return sorted(found.items())
-
-    def _sum(self, name: str, **labels: str) -> float:
-        named = self._named.get(name, ())
-        return sum(value for _, of, value in named if labels.items() <= of.items())
-
-    def _grown(self, name: str, **labels: str) -> float:
-        return sum(
-            _growth(self._before.get(one, 0.0), value)
-            for one, of, value in self._named.get(name, ())
-            if labels.items() <= of.items()
-        )
+        values = self._curves.values_of(name, label, **of)
+        return [(one, self._sum(name, **{label: one}, **of)) for one in values]
 
     def _rate(self, name: str, **labels: str) -> float:
-        return self._grown(name, **labels) / self.seconds if self.seconds else 0.0
-
-
-def _growth(before: float, now: float) -> float:
-    return now - before if now >= before else now
+        grown = float(self._curves.growth(name, **labels)[-1])
+        return grown / self.seconds if self.seconds else 0.0
 
 
 def _plain(text: str) -> str:
@@ -214,30 +188,33 @@ async def shown(
     numbers: Callable[[], Awaitable[Numbers]],
     alarms: Callable[[], list[str]],
 ) -> AsyncIterator[None]:
-    """Shows an overview of `numbers`, and what is wrong, while the block runs.
-
-    What is printed appears above it.
-    """
+    """Shows an overview of `numbers`, and `alarms`, while the block runs."""
     rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
     live = Live(console=console, auto_refresh=False, transient=True)
 
-    async def look() -> Overview:
+    async def look() -> list[Row]:
         with suppress(StoreError):  # the log has it; the tables show the last numbers
             rows.append((time.monotonic(), await numbers()))
-        return Overview(rows or [(0.0, {})], alarms())
+        return [*rows] or [(0.0, {})]
+
+    def draw(seen: list[Row], wrong: list[str]) -> RenderableType:
+        return Overview(seen, wrong).tables()
+
+    def tell(seen: list[Row], wrong: list[str]) -> str:
+        return Overview(seen, wrong).line()
 
     async def tables() -> None:
         while True:
             # Of many environments, this takes long: not on the event loop.
-            live.update(await asyncio.to_thread((await look()).tables), refresh=True)
+            made = await asyncio.to_thread(draw, await look(), alarms())
+            live.update(made, refresh=True)
             await asyncio.sleep(_TABLE_SECONDS)
 
     async def lines() -> None:
         while True:
             await look()
             await asyncio.sleep(_LINE_SECONDS)
-            line = await asyncio.to_thread((await look()).line)
-            console.say(line)
+            console.say(await asyncio.to_thread(tell, await look(), alarms()))
 
     task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
     if console.is_terminal:

@@ -1,8 +1,4 @@
-"""Commands that make rollouts and keep them in files: `process`, `sft-gen` and `scenarios`.
-
-`sft-gen` has the flags of Atropos' `atropos-sft-gen`, which fetches rollouts from a server; this
-command makes them.
-"""
+"""`envserver process`: makes rollouts and keeps them in files."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 from pydantic_core import to_jsonable_python
@@ -23,10 +18,6 @@ from ..settings.config import OpenAIConfig, Settings
 from ..settings.section import EnvironmentConfig
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec, program, read_run_spec
-
-if TYPE_CHECKING:
-    pass
-
 
 SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
 of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once,

@@ -1,6 +1,4 @@
-"""Shows a run on a terminal: its progress (rewards, failures, tokens per second, time left), and at
-the end its results.
-
+"""Shows the progress of a run on a terminal, and at the end its results.
 If the output is not a terminal, an occasional line has the same information.
 """
 
@@ -40,7 +38,7 @@ SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_LOOKS = 0.1
 _DONE = {"train": "trained", "mask": "affected calls masked", "drop": "not usable for RL"}
 LONGEST_WORDS = 200
-"""Maximum length of a failure message on the terminal; the failures file has the full text."""
+"""The failures file has the full text."""
 
 
 class ProgressView:
@@ -98,7 +96,6 @@ class ProgressView:
 
 
 def summary_table(tally: Tally) -> Table:
-    """Builds a table of the first groups of a run and their rewards, with totals below."""
     table = Table(title=None, show_footer=True)
     table.add_column("task", footer=counted(tally.groups, "group"), overflow="fold")
     table.add_column("rewards", footer=str(tally.rewards))
@@ -172,7 +169,6 @@ def show_notes(
     settings: Settings,
     actions: Actions,
 ) -> None:
-    """Shows notes about a run, for every command."""
     if settings.model == SIMULATED:
         console.print("The model was simulated: these rewards do not measure a real model.")
     if tally.rollouts:

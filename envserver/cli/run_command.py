@@ -1,9 +1,5 @@
-"""Commands on one rollout: `run` runs an environment's agent once and writes the trajectory to a
-file, `run --watch` again after each change of the environment, and `replay` repeats a recorded one.
-
-`python -m environments.math run --question "..." -o out.traj.json`. The flags of a question are the
-fields of the environment's `Question`. The work is in
-`running.asking` and `running.replaying`.
+"""Commands on one rollout: `run` (with `--watch` again after each change of the environment) and
+`replay`. The flags of a question are the fields of the environment's `Question`.
 """
 
 from __future__ import annotations
@@ -45,9 +41,7 @@ answer is known. To find a mistake: --debug, --watch, --interactive."""
 
 
 def settings_for(environment: type[Environment]) -> type[RunSettings]:
-    """Returns the settings of `run` with the fields of the environment's question, none of them
-    required: there may be a task instead.
-    """
+    """Adds the fields of the environment's question, none required: there may be a task instead."""
     question = environment.Question
     if taken := set(question.model_fields) & set(RunSettings.model_fields):
         raise ConfigError(
@@ -171,7 +165,6 @@ Times = dict[Path, int]
 
 
 def watch(argv: Sequence[str], spec: RunSpec[RunSettings], console: Console) -> int:
-    """Runs `envserver run` with `argv` now and after each change, until Ctrl-C; returns 130."""
     try:
         while True:
             seen = modified(spec)
@@ -186,10 +179,8 @@ def watch(argv: Sequence[str], spec: RunSpec[RunSettings], console: Console) -> 
 
 
 def modified(spec: RunSpec[RunSettings]) -> Times:
-    """Returns the files of an environment with the times of their last change, in nanoseconds.
-
-    They are its own file, what lies beside it if it is part of a package, and the files that its
-    reference and its settings name.
+    """Returns the files of an environment with the times of their last change, in nanoseconds: its
+    own file, those beside it in a package, and those that its reference and its settings name.
     """
     from ..registry.hosted import HostedEnvironment
 
@@ -225,7 +216,6 @@ def _next_change(
     process: subprocess.Popen[bytes],
     console: Console,
 ) -> Path:
-    """Waits until a file is added, changed or removed; returns it."""
     waiting = False
     while True:
         now = modified(spec)

@@ -1,12 +1,7 @@
-"""Commands that judge what was made: `score`, `rescore` and `verify`; each prints a summary.
-
-The work is in `running.scoring`, `running.rescoring` and `running.verifying`.
-"""
+"""Commands that judge what was made: `score`, `rescore` and `verify`; each prints a summary."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,13 +13,10 @@ from . import lean_imports
 from .command_line import ENGINE, CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
-    from ..running.mix import RunSpec
     from ..running.rescoring import Tally
     from ..running.scoring import Summary
-    from ..running.verifying import Progress as OnProgress
     from ..running.verifying import Report
     from .console import Console
 
@@ -43,10 +35,9 @@ SCORE = CommandSpec(
 
 
 def run_score(argv: list[str]) -> int:
-    """Returns 1 if rows have an error."""
     with lean_imports():
         from ..running import scoring
-        from .console import Console
+        from .console import Console, facts_bar
         from .loop import run_loop, show_logs
 
     line = read_run_spec(SCORE, argv)
@@ -54,8 +45,7 @@ def run_score(argv: list[str]) -> int:
     show_logs(settings)
     console = Console(stderr=True)
     try:
-        with _bar(console) as bar:
-            shown = bar.add_task("", total=1.0, rows=0)
+        with facts_bar(console, 1.0) as update:
             work = scoring.run_score(
                 line.reference,
                 settings.env.model_dump(mode="json"),
@@ -64,7 +54,7 @@ def run_score(argv: list[str]) -> int:
                 processes=settings.processes,
                 sandbox=settings.sandbox,
                 judge=settings.judge,
-                progress=lambda rows, share: bar.update(shown, completed=share, rows=rows),
+                progress=lambda rows, share: update(completed=share, facts=f"{rows} rows"),
             )
             summary = run_loop(work)
     except KeyboardInterrupt:
@@ -72,18 +62,6 @@ def run_score(argv: list[str]) -> int:
         raise
     _show(console, summary, settings.out)
     return 1 if summary.errors else 0
-
-
-def _bar(console: Console) -> Progress:
-    from rich import progress
-
-    columns = (
-        progress.TextColumn("{task.fields[rows]} rows"),
-        progress.BarColumn(),
-        progress.TaskProgressColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=console, transient=True)
 
 
 def _show(console: Console, summary: Summary, output: Path) -> None:
@@ -122,8 +100,9 @@ RESCORE = CommandSpec(
 
 def run_rescore(argv: list[str]) -> int:
     with lean_imports():
-        from .console import Console
-        from .loop import show_logs
+        from ..running.rescoring import rescore
+        from .console import Console, facts_bar
+        from .loop import run_loop, show_logs
 
     line = read_run_spec(RESCORE, argv)
     settings = line.settings
@@ -133,50 +112,19 @@ def run_rescore(argv: list[str]) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     bad: list[InputError] = []
     try:
-        tally = _rescored(line, console, bad)
+        with facts_bar(console, None) as update:
+
+            def on_progress(tally: Tally) -> None:
+                facts = f"{counted(tally.groups, 'group')}, {tally.changed} changed, "
+                update(facts=f"{facts}{tally.left_out.total()} left out")
+
+            on_bad = bad.append if settings.skip_bad else None
+            tally = run_loop(rescore(line, on_bad=on_bad, on_progress=on_progress))
     except KeyboardInterrupt:
         console.print(f"Stopped: use --resume to continue {settings.out}.", markup=False)
         raise
     _show_rescored(console, tally, bad, settings.out)
     return 0 if tally.groups and not tally.left_out["failed"] else 1
-
-
-def _rescored(line: RunSpec[RescoreSettings], console: Console, bad: list[InputError]) -> Tally:
-    from ..running.rescoring import rescore
-    from .loop import run_loop
-
-    settings = line.settings
-    with _line_of(console) as bar:
-        shown = bar.add_task("", facts="")
-
-        def on_progress(tally: Tally) -> None:
-            facts = f"{counted(tally.groups, 'group')}, {tally.changed} changed, "
-            bar.update(shown, facts=f"{facts}{tally.left_out.total()} left out")
-
-        return run_loop(
-            rescore(
-                settings.source,
-                line.reference,
-                settings.env.model_dump(mode="json"),
-                settings.out,
-                rubric=settings.rubric,
-                resume=settings.resume,
-                overwrite=settings.overwrite,
-                processes=settings.processes,
-                sandbox=settings.sandbox,
-                judge=settings.judge,
-                without_messages=settings.without_messages,
-                on_bad=bad.append if settings.skip_bad else None,
-                on_progress=on_progress,
-            )
-        )
-
-
-def _line_of(console: Console) -> Progress:
-    from rich.progress import Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.fields[facts]}"))
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _show_rescored(console: Console, tally: Tally, bad: list[InputError], out: Path) -> None:
@@ -240,31 +188,23 @@ _VERDICTS = {
 def run_verify(argv: list[str]) -> int:
     with lean_imports():
         from ..running.verifying import verify_source
-        from .console import Console, show_json
+        from .console import Console, facts_bar, show_json
         from .loop import run_loop, show_logs
 
     settings = VERIFY.read(argv)
     show_logs(settings)
-    with _verify_bar(Console(stderr=True)) as on_progress:
+    with facts_bar(Console(stderr=True), 1.0) as update:
+
+        def on_progress(groups: int, rows: int, share: float | None) -> None:
+            facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
+            update(completed=share, facts=facts)
+
         report, model = run_loop(verify_source(settings, on_progress))
     if settings.as_json:
         show_json({"source": settings.source, "model": model, **report.facts()})
     else:
         _show_report(Console(), report, f"{settings.source} against {model}")
     return 0 if report.verdict in ("exact", "within_tolerance") else 1
-
-
-@contextlib.contextmanager
-def _verify_bar(console: Console) -> Iterator[OnProgress]:
-    from .console import facts_bar
-
-    with facts_bar(console, 1.0) as update:
-
-        def on_progress(groups: int, rows: int, share: float | None) -> None:
-            facts = f"{counted(groups, 'group')} read, {counted(rows, 'row')} compared"
-            update(completed=share, facts=facts)
-
-        yield on_progress
 
 
 def _show_report(console: Console, report: Report, title: str) -> None:

@@ -1,13 +1,7 @@
-"""Commands that serve until a signal: `serve`, `run-api`, `join` and `sandboxes serve`.
-
-`serve` runs rollouts for trainers and keeps them until they are acknowledged; `run-api` is the same
-server without an environment; `join` runs rollouts here for a remote server; `sandboxes serve`
-makes sandboxes here for remote servers.
-"""
+"""Commands that serve until a signal: `serve`, `run-api`, `join` and `sandboxes serve`."""
 
 from __future__ import annotations
 
-import signal
 import sys
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING
@@ -26,12 +20,13 @@ from . import lean_imports
 from .command_line import FREQUENT, CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
+    from ..running.api_serving import ApiServer
     from ..running.hosting import Members
     from ..running.mix import RunSpec
+    from ..running.ray_serving import RayServing
     from ..running.sandbox_serving import ServedSandboxes
     from ..running.serving import Served, Serving
     from .console import Console
-    from .loop import SignalStop
 
 
 SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
@@ -62,7 +57,6 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.mix import alone
-        from ..running.serving import serving
         from .console import Console
         from .loop import run_loop, show_logs
         from .mixing import read_mix
@@ -71,50 +65,41 @@ def run(argv: list[str]) -> int:
     settings = members[0].spec.settings
     show_logs(settings)
     console = Console(stderr=True)
-    if settings.ray.address:
-        return run_loop(_serve_on_ray(members, console))
+    with lean_imports():
+        if settings.ray.address:
+            from ..running.ray_serving import ray_serving
+
+            return run_loop(_serve(ray_serving(members), members, console))
+        from ..running.serving import serving
     return run_loop(_serve(serving(members), members, console))
 
 
 async def _serve(
-    serving: AbstractAsyncContextManager[Serving], members: Members, console: Console
+    serving: AbstractAsyncContextManager[Serving | RayServing], members: Members, console: Console
 ) -> int:
     from .conversation import sampled
+    from .loop import SignalStop
     from .overview import shown
 
+    settings = members[0].spec.settings
     async with serving as server:
         console.say(f"Trainers: {server.url}")
-        console.say(f"Model endpoint for other environments: {server.model_url}")
+        console.say(
+            f"Model endpoint for other environments: {server.model_url}"
+            if server.model_url
+            else f"Runners on the Ray cluster: {server.runner_url}"
+        )
         async with AsyncExitStack() as views:
             await views.enter_async_context(shown(console, server.numbers, server.alarms))
-            settings = members[0].spec.settings
             if isinstance(settings, ServeSettings) and settings.verbose:
                 await views.enter_async_context(sampled(console, server.latest_group))
-            served = await server.run(_stop(members, console), console.print)
+            stop = SignalStop(console.print, drain_seconds=settings.server.drain_seconds)
+            served = await server.run(stop, console.print)
     return _report(served, members, console)
-
-
-async def _serve_on_ray(members: Members, console: Console) -> int:
-    from ..running.ray_serving import ray_serving
-    from .overview import shown
-
-    async with ray_serving(members) as server:
-        console.say(f"Trainers: {server.url}")
-        console.say(f"Runners on the Ray cluster: {server.runner_url}")
-        async with shown(console, server.numbers, server.alarms):
-            served = await server.run(_stop(members, console), console.print)
-    return _report(served, members, console)
-
-
-def _stop(members: Members, console: Console) -> SignalStop:
-    from .loop import SignalStop
-
-    seconds = members[0].spec.settings.server.drain_seconds
-    return SignalStop(console.print, drain_seconds=seconds)
 
 
 def _report(served: Served, members: Members, console: Console) -> int:
-    """Prints how the server ended; returns 1 if groups were cancelled, else 0."""
+    """Returns 1 if groups were cancelled, else 0."""
     if served.audit:
         console.say(served.audit)
     if served.judge:
@@ -148,23 +133,23 @@ RUN_API = CommandSpec(
 
 def run_api(argv: list[str]) -> int:
     with lean_imports():
-        from ..running.api_serving import api_serving
+        from ..running.api_serving import api_server
         from .loop import run_loop, show_logs
 
     settings = RUN_API.read(argv)
     show_logs(settings)
-    return run_loop(_until_signal(api_serving(settings)))
+    return run_loop(_until_signal(api_server(settings)))
 
 
-async def _until_signal(serving: AbstractAsyncContextManager[str]) -> int:
+async def _until_signal(serving: AbstractAsyncContextManager[ApiServer]) -> int:
     import asyncio
 
+    from .loop import on_signals
+
     stop = asyncio.Event()
-    async with serving as url:
-        # Not before: a signal ends a start, which may wait for its database.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        print(f"Trainers and environments: {url}", file=sys.stderr, flush=True)
+    async with serving as server:
+        on_signals(stop.set)  # not before: a signal ends a start, which may wait for its database
+        print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
         await stop.wait()
     return 0
 
@@ -174,7 +159,7 @@ _SANDBOXES = """Makes sandboxes on this machine for remote servers and runners, 
 tokens file only this machine can connect. SIGTERM or Ctrl-C once waits until the open sandboxes are
 closed, at most --server.drain_seconds; twice stops at once."""
 
-SANDBOXES = CommandSpec(
+SANDBOXES_SERVE = CommandSpec(
     "sandboxes serve",
     _SANDBOXES,
     SandboxesServeSettings,
@@ -187,12 +172,12 @@ SANDBOXES = CommandSpec(
 )
 
 
-def run_sandboxes(argv: list[str]) -> int:
+def run_sandboxes_serve(argv: list[str]) -> int:
     with lean_imports():
         from ..running.sandbox_serving import sandbox_serving
         from .loop import run_loop, show_logs
 
-    settings = SANDBOXES.read(argv)
+    settings = SANDBOXES_SERVE.read(argv)
     show_logs(settings)
     return run_loop(_serve_sandboxes(sandbox_serving(settings), settings.server.drain_seconds))
 
@@ -200,8 +185,10 @@ def run_sandboxes(argv: list[str]) -> int:
 async def _serve_sandboxes(
     serving: AbstractAsyncContextManager[ServedSandboxes], drain_seconds: float
 ) -> int:
-    """Serves until SIGINT or SIGTERM; returns 1 if open sandboxes were ended, else 0."""
+    """Returns 1 if open sandboxes were ended, else 0."""
     import asyncio
+
+    from .loop import on_signals
 
     stop, at_once = asyncio.Event(), asyncio.Event()
 
@@ -209,9 +196,7 @@ async def _serve_sandboxes(
         (at_once if stop.is_set() else stop).set()
 
     async with serving as served:
-        # Not before: a signal ends a start.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        on_signals(on_signal)  # not before: a signal ends a start
         load = served.machine.load
         _say(
             f"Sandboxes ({load.backend}, {load.sandboxes} at a time, {load.room} programs at a "
@@ -265,40 +250,30 @@ def run_join(argv: list[str]) -> int:
 
 
 async def _join(line: RunSpec[JoinSettings], console: Console) -> int:
-    """Makes groups until the server ends; returns 1 if open groups were cancelled, else 0."""
-    from ..running.joining import identity, joined
+    """Returns 1 if open groups were cancelled, else 0."""
+    from ..running.joining import dealt_runner, identity, joined
     from .loop import SignalStop
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False)
 
     settings = line.settings
     seconds = settings.server.drain_seconds
+    stop = SignalStop(console.print, drain_seconds=seconds)
     if settings.dealt:
-        return await _join_dealt(line, console)
-    with identity(line) as held:
-        console.print(f"Joining {settings.url} as {held.name}", highlight=False)
-        async with joined(line, held) as runner:
-            console.print(
-                f"Joined {settings.url} as {held.name}: {line.environment_class.name}, seed "
-                f"{runner.seed}, {counted(runner.stored, 'group')} already on the server",
-                highlight=False,
-            )
-            ending = await runner.run(
-                SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
-            )
-        console.print(f"{counted(runner.tally.groups, 'group')} delivered.", highlight=False)
-    return 1 if ending == "overdue" else 0
-
-
-async def _join_dealt(line: RunSpec[JoinSettings], console: Console) -> int:
-    """Makes the groups that a run deals, until it ends; returns as `_join` does."""
-    from ..running.joining import dealt_runner
-    from .loop import SignalStop
-
-    settings = line.settings
-    seconds = settings.server.drain_seconds
-    async with dealt_runner(line) as runner:
-        console.print(f"Joined {settings.url} as {runner.name}", highlight=False)
-        ending = await runner.run(
-            SignalStop(console.print, drain_seconds=seconds), drain_seconds=seconds
-        )
-    console.print(f"{counted(runner.delivered, 'group')} delivered.", highlight=False)
+        async with dealt_runner(line) as dealt:
+            say(f"Joined {settings.url} as {dealt.name}")
+            ending = await dealt.run(stop, drain_seconds=seconds)
+        delivered = dealt.delivered
+    else:
+        with identity(line) as held:
+            say(f"Joining {settings.url} as {held.name}")
+            async with joined(line, held) as runner:
+                say(
+                    f"Joined {settings.url} as {held.name}: {line.environment_class.name}, seed "
+                    f"{runner.seed}, {counted(runner.stored, 'group')} already on the server"
+                )
+                ending = await runner.run(stop, drain_seconds=seconds)
+        delivered = runner.tally.groups
+    say(f"{counted(delivered, 'group')} delivered.")
     return 1 if ending == "overdue" else 0

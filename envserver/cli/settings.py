@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,14 +23,13 @@ from pydantic import BaseModel
 from ..running.options import (
     ANY_NAME,
     Option,
+    config_error,
     expanded,
     flatten,
     named_sections,
     nearest,
     options_of,
     parse,
-    preset,
-    sampling_of_model,
     validated,
     with_environment,
 )
@@ -42,6 +41,7 @@ from .sources import (
     ConfigFile,
     Given,
     argument_name,
+    as_list,
     read_dotenv,
     read_dotenv_values,
     read_flags,
@@ -56,7 +56,6 @@ def to_stderr(line: str) -> None:
 
 
 def once(warn: Callable[[str], None]) -> Callable[[str], None]:
-    """Returns `warn` without repetitions of earlier lines."""
     seen: set[str] = set()
 
     def warn_once(line: str) -> None:
@@ -68,7 +67,6 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def config_file(path: Path | None) -> ConfigFile:
-    """Opens the file of --config; None: there is none."""
     if path is None:
         return ConfigFile()
     from .yaml_file import YamlFile
@@ -94,14 +92,12 @@ def load_settings(
     """Reads the settings of one command from all sources.
 
     Args:
-        settings_class: `Settings`, or a subclass with the command's own flags as further fields, or
-            any Section with fewer of them (then other settings in files and variables are ignored).
+        settings_class: a section that lacks settings ignores them in files and variables.
         config_class: the environment's Config; unset: the Config of the given environment.
         environment: the environment, which overrides the sources.
         defaults: a tree of values that every source overrides.
         over_file: a place in a file and its tree of values, which override the rest of the file.
-        openai_variables: whether OPENAI_API_KEY and its like name the engine where nothing else
-            does; "openai": OpenAI itself is used if only a key is set.
+        openai_variables: see `CommandSpec`.
         warn: called with one line for each name that is old, or has no effect.
     """
     read = partial(read_flags, aliases=aliases, arguments=arguments)
@@ -127,51 +123,34 @@ def load_settings(
     if environment is not None:
         flags = [given for given in flags if given.path != "environment"]
         flags.append(Given("environment", environment, "--env", "flag"))
-    from_file = file.read(with_old_names(options_of(Settings) | options))
+    from_file = file.read(options_of(Settings) | options)
 
-    problems = _Problems()
+    problems: list[str] = []
     given = [*from_file, *over, *variables, *flags]
     if openai_variables != "no":
         environ = os.environ if environ is None else environ
         alone = openai_variables == "openai"
         given = [*engine_variables(given, environ, folder or Path(), warn, alone=alone), *given]
     chosen = _choose(given, options, settings_class, warn, problems)
-    values = preset(model) | flatten(defaults or {}, options)
     parsed = _parsed(chosen, options, problems)
-    problems.raise_if_any()
-    values |= sampling_of_model(model, values | parsed, options) | parsed
+    if problems:
+        raise config_error(problems)
 
     def where(path: str) -> str:
         if path in chosen:
             return chosen[path][-1].where
         return argument_name(path) if path in arguments else f"--{path}"
 
-    return validated(model, values, options, where)
+    return validated(model, parsed, options, where, defaults)
 
 
 def named_environment(flags: Sequence[Given]) -> str | None:
-    """Returns the environment given in the sources, without checking anything else."""
     flags, file, variables = _sources(flags, None, Path())
     return _environment([*file.read(options_of(Settings)), *variables, *flags])
 
 
 def _basic_options(settings_class: type[BaseModel]) -> dict[str, Option]:
     return options_of(Settings) | options_of(settings_class)
-
-
-class _Problems:
-    """Collects mistakes so that all are reported at once."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def add(self, line: str) -> None:
-        if line not in self._lines:
-            self._lines.append(line)
-
-    def raise_if_any(self) -> None:
-        if self._lines:
-            raise ConfigError("\n".join(self._lines), problems=self._lines)
 
 
 def _sources(
@@ -212,29 +191,25 @@ def _choose(
     options: Mapping[str, Option],
     settings_class: type[BaseModel],
     warn: Callable[[str], None],
-    problems: _Problems,
+    problems: list[str],
 ) -> dict[str, list[Given]]:
-    """Returns the values of each option from its strongest source; several only if a flag is
-    repeated."""
+    """Returns the values of each option from its strongest source; several only of repeated
+    flags."""
     others = options_of(Settings)
     chosen: dict[str, list[Given]] = {}
     for given in all_given:
-        path = current_path(given.path, options)
-        if path != given.path:
-            warn(f"{given.where} is now {_spelled(path, given)}.")
-        elif path not in options:
-            path = EQUIVALENTS.get(path, current_path(path, others))
+        path = given.path if given.path in options else EQUIVALENTS.get(given.path, given.path)
         if path in options:
             before = chosen.get(path, [])
             repeated = given.kind == "flag" and bool(before) and before[0].kind == "flag"
             chosen[path] = [*before, given] if repeated else [given]
         elif path in REFUSED:
             if str(given.value).lower() not in ("false", "0", "no", "off"):
-                problems.add(f"{given.where} is not supported. {REFUSED[path]}")
+                problems.append(f"{given.where} is not supported. {REFUSED[path]}")
         elif path in IGNORED:
             warn(f"{given.where} has no effect here: {IGNORED[path]}.")
         elif given.kind == "flag" or not _is_for_another(path, settings_class):
-            problems.add(_unknown(given, path, options, others))
+            problems.append(_unknown(given, path, options, others))
     return chosen
 
 
@@ -270,7 +245,7 @@ def _spelled(path: str, like: Given) -> str:
 
 
 def _parsed(
-    chosen: Mapping[str, list[Given]], options: Mapping[str, Option], problems: _Problems
+    chosen: Mapping[str, list[Given]], options: Mapping[str, Option], problems: list[str]
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path, given in chosen.items():
@@ -278,10 +253,10 @@ def _parsed(
         try:
             parsed = [_parsed_one(one, option) for one in given]
         except ValueError as error:
-            problems.add(f"{given[-1].where}: {error}.")
+            problems.append(f"{given[-1].where}: {error}.")
             continue
         if option.is_list and len(parsed) > 1:
-            values[path] = [item for one in parsed for item in _as_list(one)]
+            values[path] = [item for one in parsed for item in as_list(one)]
         else:
             values[path] = parsed[-1]
     return values
@@ -297,10 +272,6 @@ def _parsed_one(given: Given, option: Option) -> Any:
     return parse(option, given.value)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 # The variables that OpenAI's own clients read, exported or in `.env`: the weakest source of the
 # engine's settings.
 OPENAI_PATHS = {
@@ -310,7 +281,6 @@ OPENAI_PATHS = {
 }
 OPENAI_URL = "https://api.openai.com/v1"
 OPENAI_MODEL = "gpt-4o-mini"
-"""Model at OpenAI's address if none is named."""
 _READ_ELSEWHERE = ("HF_TOKEN", "TAVILY_API_KEY", TOKEN_VARIABLE)
 
 
@@ -326,13 +296,9 @@ def engine_variables(
 
     The key goes only to an engine that the user names: nothing is returned if envserver starts the
     engine (`model`) or engines register (`openai.base_url` none), and no key without an address
-    unless `alone`.
-
-    Args:
-        stronger: what all other sources give.
-        alone: whether a key alone names OpenAI's address.
+    unless `alone` (a key alone names OpenAI's address). `stronger`: what all other sources give.
     """
-    given = {current_path(one.path, OPENAI_PATHS.values()): one.value for one in stronger}
+    given = {EQUIVALENTS.get(one.path, one.path): one.value for one in stronger}
     if given.get("model") or given.get("openai.base_url", OPENAI_URL) in ("", NO_ENGINE):
         return []
     values = {**read_dotenv_values(folder / ".env", OPENAI_PATHS), **environ}
@@ -374,7 +340,8 @@ def export_dotenv(
     folder: Path, environ: MutableMapping[str, str], warn: Callable[[str], None]
 ) -> None:
     """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
-    for them there."""
+    for them there.
+    """
     values = read_dotenv_values(folder / ".env", _READ_ELSEWHERE)
     new = {name: value for name, value in values.items() if value and name not in environ}
     environ.update(new)
@@ -382,41 +349,12 @@ def export_dotenv(
         warn(f"{', '.join(sorted(new))} of .env {'is' if len(new) == 1 else 'are'} used.")
 
 
-# The old name of a setting is accepted, with a warning that gives the new name. New names that a
-# command does not have are ignored, so one table serves every command.
-RENAMED: dict[str, str] = {
-    "api_key": "openai.api_key",
-    "out_dir": "out",
-}
-"""Old path -> new path. A path of a section renames everything in it."""
-
-
-def current_path(path: str, known: Collection[str]) -> str:
-    """Returns the current name of `path`; `path` itself if it was not renamed."""
-    if path in known:
-        return path
-    for old, new in RENAMED.items():
-        if path == old or path.startswith(f"{old}."):
-            renamed = new + path[len(old) :]
-            if renamed in known:
-                return renamed
-    return path
-
-
-def with_old_names(known: Collection[str]) -> set[str]:
-    old_names = {
-        old + path[len(new) :]
-        for path in known
-        for old, new in RENAMED.items()
-        if path == new or path.startswith(f"{new}.")
-    }
-    return {*known, *old_names}
-
-
 # Command lines and YAML files written for Atropos work. These are the fields of `BaseEnvConfig`,
 # `APIServerConfig` and `ServerManagerConfig` of atroposlib 0.4.0 with another meaning, or none,
 # here; a setting of the environment with the same name takes precedence.
 EQUIVALENTS: dict[str, str] = {
+    "api_key": "openai.api_key",
+    "out_dir": "out",
     "env.max_batches_offpolicy": "rollouts.max_batches_offpolicy",
     "env.max_concurrent_processes": "workers.dedicated",
     "env.process_timeout": "env.worker_timeout",
@@ -472,8 +410,6 @@ IGNORED: dict[str, str] = {
 
 # Errors unless switched off.
 REFUSED: dict[str, str] = {
-    "output": "Use --out.",  # this and the next: our own names, until 0.2
-    "sandbox.wall": "Use --sandbox.backend.",
     "slurm": "Give the engines' addresses: --openai.base_url http://a:8000/v1,http://b:8000/v1",
     "api_url": "Rollouts are made here; `atropos-sft-gen` fetches them from a server.",
     "testing": "Use the simulated engine: --model sim",

@@ -1,8 +1,7 @@
-"""Sources of settings: the command line, environment variables, `.env`, a YAML file.
+"""Sources of settings: the command line, environment variables, `.env`.
 
-Each reader returns `Given`s: a dotted path, a value and its origin (`--env.seed`, `run.yaml:12`).
-Text of flags and variables is parsed later, when the type is known; only the form of the source is
-checked here. A command line has
+Each reader returns `Given`s. Text is parsed later, when the type is known; only the form of the
+source is checked here. A command line has
 
     --name value   --name=value   --flag   --no-flag   -o value   argument   -- arguments
 """
@@ -15,11 +14,14 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConfigError
 
 from ..running.options import Option
+
+if TYPE_CHECKING:
+    from dotenv.parser import Binding
 
 VARIABLE_PREFIX = "ENVSERVER_"
 _OF_TESTS = "ENVSERVER_TEST_"
@@ -40,7 +42,6 @@ class Given:
         value: text, or the parsed value of a YAML file; None also for a flag without a value.
         origin: the flag, the variable (after `.env:line` if it comes from there) or `file:line`.
         kind: flag, variable or file.
-        is_text: whether `value` must still be parsed by the option's type.
     """
 
     path: str
@@ -51,12 +52,11 @@ class Given:
 
     @property
     def where(self) -> str:
-        """Returns the origin for error messages."""
         return f"{self.origin}: {self.path}" if self.kind == "file" else self.origin
 
 
 def read_variables(environ: Mapping[str, str]) -> list[Given]:
-    """Reads variables such as `ENVSERVER_ENV__GROUP_SIZE`; ignores others and Kubernetes' own."""
+    """Reads variables such as `ENVSERVER_ENV__GROUP_SIZE`; ignores Kubernetes' own."""
     return [
         Given(_variable_path(name), value, name, "variable")
         for name, value in sorted(environ.items())
@@ -65,13 +65,8 @@ def read_variables(environ: Mapping[str, str]) -> list[Given]:
 
 
 def read_dotenv(path: Path) -> list[Given]:
-    """Reads variables from a `.env` file; a missing file has no settings."""
-    if not path.is_file():
-        return []
-    from dotenv.parser import parse_stream
-
     given = []
-    for binding in parse_stream(_dotenv(path)):
+    for binding in _bindings(path):
         origin = f"{path.name}:{binding.original.line}"
         if binding.error and VARIABLE_PREFIX in binding.original.string.upper():
             raise ConfigError(f"{origin}: cannot be read.", hint=_DOTENV_HINT)
@@ -85,22 +80,21 @@ def read_dotenv(path: Path) -> list[Given]:
 
 
 def read_dotenv_values(path: Path, names: Collection[str]) -> dict[str, str]:
-    """Reads the variables `names`, which are not ours, from a `.env` file if there is one."""
-    if not path.is_file():
-        return {}
-    from dotenv.parser import parse_stream
-
     return {
         binding.key: binding.value
-        for binding in parse_stream(_dotenv(path))
+        for binding in _bindings(path)
         if binding.key is not None and binding.key in names
         if binding.value is not None and "\0" not in binding.value
     }
 
 
-def _dotenv(path: Path) -> io.StringIO:
-    """Opens a `.env` file, which may hold bytes of other programs in any encoding."""
-    return io.StringIO(read_text(path, errors="surrogateescape"))
+def _bindings(path: Path) -> list[Binding]:
+    """The file may be missing, and hold bytes of other programs in any encoding."""
+    if not path.is_file():
+        return []
+    from dotenv.parser import parse_stream
+
+    return list(parse_stream(io.StringIO(read_text(path, errors="surrogateescape"))))
 
 
 class ConfigFile:
@@ -111,7 +105,6 @@ class ConfigFile:
         return []
 
     def names_in(self, section: str) -> list[str]:
-        """Returns the names below `section` (a dotted path) as full paths."""
         return []
 
 
@@ -133,7 +126,6 @@ def _variable_path(name: str) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Returns `value` if it is a list, else a list of it."""
     return list(value) if isinstance(value, list) else [value]
 
 
@@ -159,11 +151,7 @@ def read_flags(
     aliases: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> list[Given]:
-    """Reads flags and positional arguments.
-
-    Args:
-        options: the known settings; a flag that is not among them takes a value if one follows.
-    """
+    """A flag that is not among `options` takes a value if one follows."""
     names = {**ALIASES, **(aliases or {})}
     places = deque(arguments)
     words = deque(command_line)
@@ -190,12 +178,11 @@ def read_flags(
 
 
 def argument_name(path: str) -> str:
-    """Returns the name of the positional argument for `path` in help and errors."""
     return path.rpartition(".")[2].upper()
 
 
 def _flag_name(word: str, names: Mapping[str, str]) -> str | None:
-    """Returns the flag name without leading dashes; None if `word` is not a flag."""
+    """None if `word` is not a flag."""
     if word.startswith("--") and word != "--":
         return word[2:]
     return word[1:] if len(word) == 2 and word[0] == "-" and word[1] in names else None

@@ -1,5 +1,4 @@
 """`envserver token WORD`: makes, lists and revokes access tokens.
-
 A token is printed once, alone on stdout; the file keeps only its hash. A running server sees the
 change at its next request.
 """
@@ -32,7 +31,7 @@ def _lifetime(text: str) -> str:
 
 
 def parse_lifetime(text: str) -> timedelta:
-    """Parses a lifetime such as `90m`, `12h`, `30d` or `8w`; raises ValueError."""
+    """`90m`, `12h`, `30d` or `8w`."""
     found = re.fullmatch(r"(\d{1,5})([mhdw])", text)
     if found is None or int(found[1]) == 0:
         raise ValueError("must be a number and m, h, d or w, such as 30d")
@@ -40,8 +39,6 @@ def parse_lifetime(text: str) -> timedelta:
 
 
 class TokenSettings(Section):
-    """Settings that all `token` commands share."""
-
     tokens: Path = Path("data/tokens.yaml")
     """The tokens file, which servers read with --server.tokens_file."""
 
@@ -74,7 +71,6 @@ REVOKE = CommandSpec(
 
 
 def run_create(argv: list[str]) -> int:
-    """Makes a token; prints it alone on stdout."""
     with lean_imports():
         from ..http.access import create_token
 

@@ -1,9 +1,7 @@
-"""Commands that look at runs: `view` serves a page over files, stores or servers, and `top` shows
-tables of what a running server does."""
+"""Commands that look at runs: `view` serves a page, `top` shows tables of a running server."""
 
 from __future__ import annotations
 
-import signal
 import time
 import webbrowser
 from contextlib import AbstractAsyncContextManager
@@ -13,7 +11,7 @@ from envserver_records.errors import UsageError
 from envserver_records.http_errors import authorization
 from pydantic import Field
 
-from ..settings.config import LogFormat, LogLevel
+from ..settings.config import Logged, LogLevel
 from ..settings.section import Section
 from . import lean_imports
 from .command_line import CommandSpec
@@ -22,9 +20,7 @@ if TYPE_CHECKING:
     from ..running.viewing import Viewing
 
 
-class ViewSettings(Section):
-    """Settings of `view`."""
-
+class ViewSettings(Logged):
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), unified trajectories or traces; folders of them or of
     `evaluate`; a store; or a server's URL (ENVSERVER_TOKEN holds its token). Several: compared."""
@@ -35,9 +31,6 @@ class ViewSettings(Section):
     open: bool = False
     """Open the page in the browser."""
     log_level: LogLevel = "warning"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 COMMAND = CommandSpec(
@@ -47,8 +40,6 @@ COMMAND = CommandSpec(
     usage="FILE | FOLDER | STORE | URL ...",
     arguments=("source",),
 )
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(argv: list[str]) -> int:
@@ -69,25 +60,21 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
     import asyncio
 
     from .console import Console
+    from .loop import off_signals, on_signals
 
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     async with viewing as found:
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, stop.set)
+        on_signals(stop.set)
         console = Console(highlight=False, soft_wrap=True)
         console.print(f"{found.title}: {found.url}/", markup=False)
         if opens_browser:
             await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()
-        for number in _SIGNALS:  # a second one does not wait for what is being read
-            loop.remove_signal_handler(number)
+        off_signals()  # a second one does not wait for what is being read
     return 0
 
 
 class TopSettings(Section):
-    """Settings of `top`."""
-
     url: str = "http://127.0.0.1:8000"
     """Address of the server; several equal servers: separate with commas. ENVSERVER_TOKEN holds the
     token, where it needs one."""
@@ -107,7 +94,6 @@ TOP = CommandSpec(
 
 
 def run_top(argv: list[str]) -> int:
-    """Shows the tables until Ctrl-C, or once."""
     with lean_imports():
         from envserver_records.servers import ServersClient
         from rich.live import Live

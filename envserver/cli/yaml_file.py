@@ -15,8 +15,6 @@ _MAPPING = "tag:yaml.org,2002:map"
 
 
 class YamlFile(ConfigFile):
-    """A YAML file that keeps the line of each value."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
         self._names_environment = False

@@ -1,9 +1,9 @@
 """The connection to a Ray cluster, and as many runners on it as the load wants.
 
-Ray's calls block, so all of them are made in one thread of their own. The actors are this
-process's, so Ray ends them when it ends, also by kill -9. A runner is asked to finish before its
-actor is removed. A runner that ends by itself with an error is started again, and three errors in a
-row of one runner end the run with its message.
+Ray's calls block, so they are made in one thread of their own. The actors are this process's, so
+Ray ends them when it ends, also by kill -9. A runner is asked to finish before its actor is
+removed. One that ends with an error is started again; three errors in a row end the run with its
+message.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _ROOM_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class CommandSpec:
-    """A command for an actor; see `Command`."""
-
     argv: tuple[str, ...]
     config: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -48,8 +46,6 @@ class CommandSpec:
 
 @dataclass(frozen=True)
 class Node:
-    """A living node: its address, what it has in total, and its labels."""
-
     address: str
     host: str
     resources: Mapping[str, float]
@@ -57,23 +53,17 @@ class Node:
 
 
 class Actor:
-    """An actor on the cluster, and what it said last.
-
-    Attributes:
-        state: see `Command.state`; empty until it has a place.
-        restarts: how often Ray started it anew, on this node or another.
-    """
+    """An actor on the cluster. `state`: see `Command.state`, empty until it has a place."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.asked: Any = None
         self.state: dict[str, Any] = {}
-        self.restarts = 0
         self.lost = False
 
 
 class Cluster:
-    """A connected cluster; made by `connected`. Its coroutines run one after the other."""
+    """A connected cluster. Its coroutines run one after the other."""
 
     def __init__(self, config: RayConfig, thread: ThreadPoolExecutor) -> None:
         self.brings_folder = False
@@ -83,18 +73,15 @@ class Cluster:
         self._thread = thread
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Runs `work`, which calls Ray, in the thread of the cluster."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def nodes(self) -> list[Node]:
         return await self.call(_nodes)
 
     async def own_address(self) -> str:
-        """Returns the address under which the cluster's nodes know this machine."""
         return await self.call(_own_address)
 
     async def check_place(self) -> None:
-        """Checks that some node can ever have a runner."""
         end = time.monotonic() + self._config.place_seconds
         while True:
             nodes = await self.nodes()
@@ -110,18 +97,16 @@ class Cluster:
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def most_runners(self) -> int:
-        """Returns how many runners the nodes of now have room for in total, at least one."""
+        """How many runners the nodes of now have room for in total, at least one."""
         if self._room is None or time.monotonic() > self._room[0] + _ROOM_SECONDS:
             places = [self._places(one) for one in await self.nodes() if self._fits(one)]
             self._room = time.monotonic(), max(1, sum(places))
         return self._room[1]
 
     async def start(self, spec: CommandSpec) -> Actor:
-        """Makes an actor that starts when Ray has a place for it."""
         return await self.call(lambda: _start(spec, self._config))
 
     async def look(self, actors: Sequence[Actor]) -> None:
-        """Updates the states of actors, as far as they answer."""
         await self.call(lambda: _look(actors))
 
     async def stop(self, actors: Iterable[Actor], seconds: float) -> None:
@@ -143,9 +128,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def connected(config: RayConfig) -> AsyncIterator[Cluster]:
-    """Connects this process to the cluster of `config.address`; it leaves it at the end. A process
-    that is connected already stays so.
-    """
+    """A process that is connected already stays so at the end."""
     with ThreadPoolExecutor(1, thread_name_prefix="ray") as thread:
         cluster = Cluster(config, thread)
         is_ours = await cluster.call(lambda: _connect(config))
@@ -158,7 +141,6 @@ async def connected(config: RayConfig) -> AsyncIterator[Cluster]:
 
 
 def _connect(config: RayConfig) -> bool:
-    """Connects, unless this process is connected; returns whether it was not."""
     try:
         import ray
     except ImportError as error:
@@ -192,7 +174,7 @@ def _brings_folder() -> bool:
 
 
 def _check_listens(address: str) -> None:
-    """Asks a given address once: Ray itself would try for a minute."""
+    """Ray itself would try for a minute."""
     host, colon, port = address.rpartition(":")
     if not colon or "://" in address:
         return
@@ -262,7 +244,6 @@ def _look(actors: Sequence[Actor]) -> None:
             one.state = _ended_by(error)
         except ray.exceptions.RayActorError:
             # Its node or process is gone; Ray starts it on another node, and it answers again then.
-            one.restarts += not one.lost
             one.state, one.lost = {}, True
         except ray.exceptions.RayError as error:  # its runtime environment cannot be made
             one.state = _ended_by(error)
@@ -310,21 +291,19 @@ _LASTING_SECONDS = 120.0
 """A runner that lived this long has not failed in a row."""
 _AGAIN_SECONDS = 2.0
 _STARTING_SECONDS = 10.0
-"""Seconds for an actor to start where there is room; after that it is said that there is none."""
+"""Seconds for an actor to start where there is room."""
 _DRAINED_STOP_SECONDS = 5.0
 _BOOT_SECONDS = 60.0
 """Seconds from a place until a runner surely works, or never will."""
 
 
 class RunnerFailed(EnvserverError):
-    """A runner ends with an error whenever it starts."""
-
     kind, status = "runner_failed", 502
 
 
 @dataclass
 class _Slot:
-    """The place of a runner: it is filled by one actor after the other."""
+    """The place of a runner: filled by one actor after the other."""
 
     actor: Actor
     begun_at: float
@@ -335,14 +314,8 @@ class _Slot:
 
 
 class Fleet:
-    """Runners of one environment, by number from 0.
-
-    Args:
-        name: of the environment, for messages.
-        wants: what a runner needs of a node, for messages.
-        make: returns the command of a runner.
-        drain: asks a runner to finish its open groups and leave.
-    """
+    """Runners of one environment, by number from 0; `drain` asks one to finish its groups and
+    leave."""
 
     def __init__(
         self,
@@ -361,18 +334,10 @@ class Fleet:
         self._crashes: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._done: set[int] = set()
-        self.lost = 0
-        """Number of runners that were lost with their node or process."""
 
     @property
     def size(self) -> int:
-        """Number of runners that are not leaving."""
         return sum(not one.draining for one in self._slots.values())
-
-    @property
-    def placed(self) -> int:
-        """Number of runners that run now."""
-        return sum(bool(one.actor.state) for one in self._slots.values())
 
     @property
     def young(self) -> int:
@@ -382,11 +347,9 @@ class Fleet:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no runner is left."""
         return not self._slots
 
     async def tick(self, wanted: int) -> None:
-        """Looks at all runners once, and starts or drains some."""
         await self._cluster.look([one.actor for one in self._slots.values()])
         for number, one in list(self._slots.items()):
             self._note(number, one)
@@ -396,7 +359,6 @@ class Fleet:
         await self._drain_leaving()
 
     async def stop(self, seconds: float) -> None:
-        """Ends all runners, their open work within `seconds`."""
         actors = [one.actor for one in self._slots.values()]
         self._slots.clear()
         await self._cluster.stop(actors, seconds)
@@ -415,7 +377,7 @@ class Fleet:
             number += 1
 
     async def _drain_leaving(self) -> None:
-        """Asks leaving runners to finish, again and again: one may register only now."""
+        """Asks again and again: a runner may register only now."""
         for number, one in list(self._slots.items()):
             if one.draining and one.actor.state:
                 self._drain(number)
@@ -429,7 +391,6 @@ class Fleet:
             _log.info("runner_placed", environment=self._name, runner=number, host=host)
             one.host, one.waits, one.placed_at = host, False, time.monotonic()
         elif one.host and one.actor.lost:
-            self.lost += 1
             one.host, one.begun_at = "", time.monotonic()
             _log.warning(
                 "runner_lost",
@@ -470,12 +431,9 @@ class Fleet:
 
 
 class Load(msgspec.Struct, frozen=True):
-    """The load that decides how many runners there are.
-
-    Args:
-        groups: groups that may be open now, those that are open included.
-        groups_per_runner: groups that a runner can have open.
-        engine_waits: calls wait for the engine: more runners would only wait, too.
+    """What decides how many runners there are.
+    `groups`: groups that may be open now, with those that are. `engine_waits`: calls wait for the
+    engine: more runners would only wait, too.
     """
 
     groups: int
@@ -494,7 +452,6 @@ class Scaling:
         self._enough = 0
 
     def wanted(self, load: Load, room: int) -> int:
-        """Returns how many runners there should be."""
         config = self._config
         if config.runners is not None:
             return config.runners

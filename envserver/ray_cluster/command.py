@@ -2,8 +2,7 @@
 
 The child ends when the actor's process ends, however that ends: the kernel sends it SIGTERM when
 the thread ends that forked it, the main thread of a plain actor, in `__init__`. The child has a
-session of its own, so it ends its workers in its own order. What it prints is in Ray's log of the
-actor.
+session of its own, so it ends its workers in its own order.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ _FOR_CHILDREN = ("RAY_AUTH_", "RAY_TLS_", "RAY_USE_TLS", "RAY_TMPDIR")
 
 class Command:
     """A running command. Its methods are called by the driver, one at a time.
-
-    Args:
-        argv: the words after `envserver`.
-        config: the settings, as JSON; they are in memory only.
-        variables: added to the environment; for secrets.
+    `config`: the settings, as JSON, in memory only. `variables`: for secrets.
     """
 
     def __init__(self, argv: Sequence[str], config: str, variables: Mapping[str, str]) -> None:
@@ -53,8 +48,7 @@ class Command:
             os.close(file)
 
     def state(self) -> dict[str, Any]:
-        """Returns where the command runs, its exit status (None: it runs) and what it printed
-        last, if it has ended."""
+        """`status` None: it runs. `said`: what it printed last, if it has ended."""
         status = self._child.poll()
         return {
             "host": socket.gethostname(),
@@ -64,7 +58,7 @@ class Command:
         }
 
     def stop(self, seconds: float) -> int:
-        """Ends the command: its open work within `seconds`, then at once; returns its status."""
+        """Ends the open work within `seconds`, then at once; returns the status."""
         for patience in (seconds, _AT_ONCE_SECONDS):
             if self._child.poll() is None:
                 self._child.send_signal(signal.SIGTERM)
@@ -77,7 +71,7 @@ class Command:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this process's variables, without those that Ray sets for its worker alone."""
+    """Without the variables that Ray sets for its worker alone."""
     found = {
         name: value
         for name, value in os.environ.items()
@@ -110,13 +104,6 @@ RUNNER_TOKEN = "ENVSERVER_RAY__TOKEN"
 
 
 class ServerCommand(Command):
-    """A running server.
-
-    Args:
-        config: the settings of `serve`, as JSON.
-        cluster: address of the Ray cluster.
-    """
-
     def __init__(self, config: str, cluster: str) -> None:
         import ray
 
@@ -137,7 +124,6 @@ class ServerCommand(Command):
         )
 
     def access(self) -> tuple[str, str]:
-        """Returns the address of the server, and the token of trainers."""
         return self._url, self._token
 
     def stop(self, seconds: float) -> int:

@@ -1,8 +1,5 @@
-"""The work of `envserver run-api`: serves the trainer API over a store, without an environment.
-
-In: groups that remote environments post. Out: groups that trainers lease or fetch. It is
-`serving` without the rollouts, over the same store.
-"""
+"""The work of `envserver run-api`: `serving` without rollouts. Groups come from remote
+environments."""
 
 from __future__ import annotations
 
@@ -16,11 +13,13 @@ from ..api.app import create_api
 from ..proxy.gate import Gate
 from ..rollouts.policy import Bounds
 from ..runners.registry import RunnerRegistry
+from ..settings.server import DeliveryConfig, ServerConfig
 from ..store.demand import Demand, Staleness
 from ..trainers.status import AlarmWatch
-from .bootstrap import BootstrapServer, beside, bootstrap_server
+from .bootstrap import BootstrapServer, bootstrap_server
 from .metrics import Deliveries
 from .run_settings import RunApiSettings
+from .stopping import beside
 
 if TYPE_CHECKING:
     from ..store import Store
@@ -28,20 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ApiServer:
-    """A running server without environments of its own."""
-
     url: str
     bootstrap: BootstrapServer
-    runners: RunnerRegistry
-    demand: Demand
+    delivery: Delivery
     watch: AlarmWatch
-
-
-@contextlib.asynccontextmanager
-async def api_serving(settings: RunApiSettings) -> AsyncIterator[str]:
-    """Serves while the context is open; yields the URL. Errors as for `api_server`."""
-    async with api_server(settings) as server:
-        yield server.url
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +39,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
         settings.server, settings.telemetry, settings.store, (), shared=settings.store_shared
     )
     async with starting as server:
-        delivery = _Delivery(server.store, settings)
+        delivery = Delivery(server.store, settings.rollouts, settings.server)
         watch = AlarmWatch(
             settings.alarms, partial(server.alarm_facts, delivery.demand, settings.store)
         )
@@ -58,7 +47,9 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
         api = create_api(
             server.store,
             settings=settings.server,
-            status=lambda: delivery.status() | server.facts(),
+            status=lambda: (
+                delivery.status() | {"stale_groups": delivery.staleness.dropped} | server.facts()
+            ),
             on_policy_version=delivery.publish,
             runners=delivery.runners,
             gate=Gate(),  # this server has no engine: environments on other machines pause with it
@@ -69,20 +60,24 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
             live=server.live,
         )
         await server.open(api)
-        async with (
-            beside("stale-groups", delivery.staleness.run()),
-            beside("silent-runs", delivery.demand.close_silent_runs()),
-        ):
-            yield ApiServer(server.url, server, delivery.runners, delivery.demand, watch)
+        async with delivery.in_order():
+            yield ApiServer(server.url, server, delivery, watch)
         server.health.drain()
 
 
-class _Delivery:
+class Delivery:
     """Decides which groups trainers get and how many groups remote runners may make."""
 
-    def __init__(self, store: Store, settings: RunApiSettings) -> None:
-        rules = settings.rollouts
+    def __init__(
+        self,
+        store: Store,
+        rules: DeliveryConfig,
+        server: ServerConfig,
+        *,
+        smallest_group: int = 1,
+    ) -> None:
         self.version = -1
+        """The policy version published last; -1 before any."""
         self.staleness = Staleness(store, rules.most_staleness)
         self.demand = Demand(
             store,
@@ -91,23 +86,28 @@ class _Delivery:
                 most_batches=rules.max_batches_offpolicy,
                 max_staleness=rules.most_staleness,
             ),
+            smallest_group=smallest_group,
             silent_run_seconds=rules.silent_run_seconds,
         )
         self.runners = RunnerRegistry(
             store,
             self.demand,
-            silent_after_seconds=settings.server.silent_after_seconds,
+            silent_after_seconds=server.silent_after_seconds,
             stretches=rules.most_staleness is None,
         )
 
+    @contextlib.asynccontextmanager
+    async def in_order(self) -> AsyncIterator[None]:
+        """Drops stale groups and closes silent runs while the block runs."""
+        async with (
+            beside("stale-groups", self.staleness.run()),
+            beside("silent-runs", self.demand.close_silent_runs()),
+        ):
+            yield
+
     def publish(self, version: int) -> None:
-        """Records that the engines of all environments now serve this version."""
         self.version = version
         self.staleness.publish(version)
 
     def status(self) -> dict[str, Any]:
-        """Returns the part of `/v1/status` that does not come from the store."""
-        return {
-            "stale_groups": self.staleness.dropped,
-            "closed_silent_runs": dict(self.demand.closed_runs),
-        }
+        return {"closed_silent_runs": dict(self.demand.closed_runs)}

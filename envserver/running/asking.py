@@ -1,7 +1,5 @@
-"""The work of `envserver run`: runs an environment's agent once, on a question or a task.
-
-In: an environment, and the fields of its `Question` or the id of a task. Out: the scored
-trajectory, also as a unified document.
+"""The work of `envserver run`: runs an environment's agent once, on a question or on a task by id.
+Out: the scored trajectory, also as a unified document.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +34,7 @@ from pydantic import ValidationError
 from ..environment import Environment
 from ..export.unified import unified
 from ..judges.client import ScorerJudge
-from ..models.engine import EngineRequest, MeasuredEngine
-from ..proxy.endpoint import EngineEndpoint
+from ..models.engine import EngineRequest
 from ..rollouts.group import (
     RolloutContext,
     run_once,
@@ -48,11 +46,11 @@ from ..rollouts.rewards import checked_score, rules_of_rewards, with_turn_reward
 from ..rollouts.stream import GroupRequest
 from ..settings.config import SimConfig
 from ..settings.section import EnvironmentConfig, Section
-from ..telemetry.tracing import NO_TRACER
 from ..workers.debugging import DebugPool
-from .context import SharedEngine, rollout_context
+from .context import played_context, rollout_context
 from .judging import folder_of, judge_line, judge_of
 from .mix import RunSpec
+from .options import config_error, faults
 from .run_settings import ReplaySettings, RunSettings
 from .scoring import TaskFinder
 
@@ -62,11 +60,8 @@ _UNHURRIED_SECONDS = 7 * 86400.0
 
 
 class EnvironmentRaised(Exception):
-    """The environment's code raised while it was debugged.
-
-    Args:
-        error: what it raised; its traceback begins in the environment's code.
-        place: "tasks", "prepare_scoring", "rollout" or "score".
+    """The environment's code raised `error` while it was debugged, in `place`: "tasks",
+    "prepare_scoring", "rollout" or "score". Its traceback begins in the environment's code.
     """
 
     def __init__(self, error: Exception, place: str, environment: type[Environment]) -> None:
@@ -96,11 +91,8 @@ def debuggable(spec: RunSpec[RunOrReplay], *, here: bool = True) -> RunSpec[RunO
 async def run_here(
     context: RolloutContext, environment: Environment, request: GroupRequest, *, scored: bool
 ) -> Trajectory:
-    """Runs and scores the task of `request` once, in this process.
-
-    Args:
-        context: without scorer processes (`rollout_context(scores_here=True)`).
-        scored: its answer is known; else its score has no reward.
+    """Runs and scores the task of `request` once, in this process; `context` has no scorer
+    processes. `scored`: whether the answer is known; else the score has no reward.
     """
     pool = DebugPool(stops=False)
     here = msgspec.structs.replace(context, pool=pool)
@@ -153,7 +145,6 @@ async def _score(environment: Environment, task: Task, result: Result, *, in_thr
 def _own_frames(
     trace: TracebackType | None, environment: type[Environment]
 ) -> TracebackType | None:
-    """Returns the traceback from the environment's first frame on; all of it if there is none."""
     folder = Path(inspect.getfile(environment)).resolve().parent
     first = trace
     while first is not None:
@@ -168,8 +159,6 @@ PERSON = "sim"
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request to the person."""
-
     line: str
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -181,8 +170,7 @@ Answer = Callable[[Asked], Message | None]
 
 class PersonEngine(SimEngine):
     """The simulated engine with a person as the model, whose messages come from `answer`.
-
-    One request is shown at a time; the event loop goes on while the person types.
+    It shows one request at a time; the event loop goes on while the person types.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -195,7 +183,7 @@ class PersonEngine(SimEngine):
         return Said(self._said[wish.rollout_id])
 
     async def post(self, request: EngineRequest) -> dict[str, Any]:
-        """See Engine; the time in which the person thinks does not count."""
+        """The time in which the person thinks does not count."""
         await self._ask(request.body, request.rollout_id)
         return await super().post(request)
 
@@ -215,7 +203,6 @@ class PersonEngine(SimEngine):
 
 
 def _canonical(message: Message) -> Message:
-    """Returns the message with canonical arguments; what is not JSON stays as it was typed."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -227,28 +214,17 @@ def _canonical(message: Message) -> Message:
 
 async def _in_daemon_thread(work: Callable[[], Message | None]) -> Message | None:
     """Runs `work` in a thread that nothing joins: it may wait for a key forever."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Message | None] = loop.create_future()
-
-    def give(value: Message | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(value)
+    done: Future[Message | None] = Future()
+    done.set_running_or_notify_cancel()  # from now on it cannot be cancelled, only left alone
 
     def run() -> None:
-        value, failure = None, None
         try:
-            value = work()
+            done.set_result(work())
         except Exception as error:  # noqa: BLE001 - handed over to the one who awaits it
-            failure = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(give, value, failure)
+            done.set_exception(error)
 
     threading.Thread(target=run, name="person", daemon=True).start()
-    return await done
+    return await asyncio.wrap_future(done)
 
 
 S = TypeVar("S", bound=Section)
@@ -264,8 +240,6 @@ class Answered:
 
 @dataclass(frozen=True)
 class Asking:
-    """A question that is ready to be run, or the task that the settings name; made by `asking`."""
-
     spec: RunSpec[RunSettings]
     environment: Environment
     question: Environment.Question | None
@@ -283,7 +257,6 @@ def asking(spec: RunSpec[RunSettings]) -> Asking:
 async def ask(
     asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
 ) -> Answered:
-    """Runs one rollout of the question or the task."""
     spec, environment, question = asking.spec, asking.environment, asking.question
     asked = None if question is None else environment.task_from_question(question)
     async with _parts(asking, person) as context:
@@ -313,7 +286,6 @@ async def ask(
 
 @contextlib.asynccontextmanager
 async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[RolloutContext]:
-    """Starts what the rollout needs; with `person` as the model, if given."""
     settings, environment = asking.spec.settings, asking.environment
     if person is None:
         async with rollout_context(
@@ -322,21 +294,15 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
             yield context
         return
     async with (
-        MeasuredEngine(PersonEngine(person)) as engine,
         judge_of(settings.judge, folder_of(settings.store)) as judge,
-        rollout_context(
+        played_context(
             settings,
             environment,
             asking.spec.reference,
+            PersonEngine(person),
+            PERSON,
+            judge,
             scores_here=settings.debug,
-            shared=SharedEngine(
-                engine,
-                EngineEndpoint(engine, tokens=settings.tokens),
-                PERSON,
-                None,
-                NO_TRACER,
-                judge,
-            ),
         ) as context,
     ):
         # A person who left does not come back for a second try.
@@ -345,11 +311,8 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 
 async def _named_task(asking: Asking) -> Task:
-    """Returns the task that the settings name, read in this thread if it is debugged."""
     spec, environment = asking.spec, asking.environment
-    address = getattr(getattr(environment, "sandboxes", None), "address", None)
-    config = environment.config.model_dump(mode="json")
-    finder = TaskFinder(spec.reference, config, address)
+    finder = TaskFinder.of(environment, spec.reference)
     name = spec.settings.task or ""
     if not spec.settings.debug:
         return await finder.find(name)
@@ -366,7 +329,6 @@ def _scored(question: Environment.Question | None) -> bool:
 
 
 def _question(spec: RunSpec[RunSettings]) -> Environment.Question | None:
-    """Returns the question in the settings; None if they name a task."""
     kind = spec.environment_class.Question
     given = {
         name: getattr(spec.settings, name)
@@ -405,8 +367,5 @@ def _validated(kind: type[S], values: dict[str, Any], prefix: str) -> S:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        lines = [
-            f"{prefix}{'.'.join(map(str, one['loc']))}: {one['msg']}."
-            for one in error.errors(include_url=False, include_context=False, include_input=False)
-        ]
-        raise ConfigError("\n".join(lines), problems=lines) from None
+        problems = (f"{prefix}{'.'.join(map(str, at))}: {what}." for at, what in faults(error))
+        raise config_error(problems) from None

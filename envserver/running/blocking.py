@@ -70,8 +70,6 @@ async def _close(finished: AsyncGenerator[Group]) -> None:
 
 
 class Server:
-    """A running server; see `serve`."""
-
     def __init__(self, loop: _Loop, server: python_api.Server) -> None:
         self.url = server.url
         """The address for trainers."""
@@ -116,8 +114,6 @@ def serve(environment: Mix, **settings: Any) -> Iterator[Server]:
 
 
 class _Loop:
-    """An event loop in a thread; a context manager."""
-
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -139,7 +135,7 @@ class _Loop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` to its end; an interrupt (Ctrl-C) cancels it first."""
+        """Runs `work` to its end; Ctrl-C cancels it first."""
         running = self.start(work)
         try:
             return running.result()

@@ -1,21 +1,18 @@
 """Starts the first parts of `serve` and `run-api`: the store, the port, health and metrics.
-
-Starts first and stops last, so that health and metrics can be read at any time. A server that
-shares its store answers before it has the store: it passes requests on until it leads.
+They start first and stop last, so health and metrics can be read at any time. A server that shares
+its store answers before it has the store: it passes requests on until it leads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.errors import ConfigError
-from envserver_records.waiting import cancel_and_wait
 from starlette.types import ASGIApp
 
 from ..api.bootstrap import BootstrapApp, FromFollowers, leads_metric, role
@@ -29,20 +26,18 @@ from ..store.reserve import RESERVE_BYTES
 from ..telemetry.alarm_facts import AlarmFacts
 from ..telemetry.process import LoopLag
 from ..trainers.live import Live
+from .stopping import beside
 
 if TYPE_CHECKING:
     from ..store.leadership import Leadership
 
 _ROUTES: Final = "routes"
-"""The part that is ready when every route serves: until then they answer 503."""
 
 _DATABASE_SECONDS: Final = 60.0
 """How long a PostgreSQL may take to start that was started together with this server."""
 
 
 class BootstrapServer:
-    """An open store and a server that reports that it is starting; made by `bootstrap_server`."""
-
     def __init__(
         self,
         store: Store,
@@ -73,7 +68,6 @@ class BootstrapServer:
         return self._server.url
 
     async def open(self, api: ASGIApp) -> None:
-        """Lets `api` answer requests from now on; raises what `api` raises while it starts."""
         owner = None if self._leads is None else self._leads.owner
         await self._app.open(FromFollowers(api, owner))
         self.health.found(_ROUTES)
@@ -82,11 +76,9 @@ class BootstrapServer:
         self._lag.begin_anew()
 
     def facts(self) -> dict[str, Any]:
-        """Returns what `/v1/status` says of the servers that share the store."""
         return {} if self._leads is None else {"leader": self._leads.facts()}
 
     def alarm_facts(self, demand: Demand, store: str) -> AlarmFacts:
-        """Returns what alarms need to know beside the metrics."""
         return AlarmFacts(
             broken={
                 name: part.reason
@@ -98,7 +90,7 @@ class BootstrapServer:
         )
 
     async def close(self) -> None:
-        """Answers waiting requests and takes no others. Calling it twice does no harm."""
+        """Answers waiting requests and takes no others; may be called twice."""
         self._app.close()
         await self._server.close()
 
@@ -112,12 +104,9 @@ async def bootstrap_server(
     *,
     shared: bool = False,
 ) -> AsyncIterator[BootstrapServer]:
-    """Opens the store and starts the server.
-
-    Args:
-        expected: parts other than the store that must be up before the server is ready.
-        shared: other servers share the store: starts the server, waits until it leads, and opens
-            the store then.
+    """Opens the store and starts the server. `expected`: parts other than the store that must be up
+    before it is ready. `shared`: other servers share the store, so it opens the store only when it
+    leads.
     """
     async with LoopLag(telemetry.slow_callback_seconds) as lag:
         health = Health(lag)
@@ -127,12 +116,11 @@ async def bootstrap_server(
         async with start(server, store, health, lag) as bootstrap:
             health.found("store", store_probe(bootstrap.store), silent=STORE_IS_SILENT)
             health.found("disk", disk_probe(bootstrap.store), failing="limited")
-            watching = asyncio.create_task(health.watch(), name="health")
-            try:
-                yield bootstrap
-            finally:
-                watching.cancel()
-                await bootstrap.close()
+            async with beside("health", health.watch()):
+                try:
+                    yield bootstrap
+                finally:
+                    await bootstrap.close()
 
 
 @contextlib.asynccontextmanager
@@ -179,18 +167,7 @@ def _check_reachable(server: ServerConfig) -> None:
         )
 
 
-@contextlib.asynccontextmanager
-async def beside(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work`, which never ends by itself, in the background of the block."""
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        await cancel_and_wait(task)
-
-
 def _free_bytes(store: str) -> int | None:
-    """Returns the bytes that are left for a file; None for a database on another machine."""
     if "://" in store:
         return None
     try:

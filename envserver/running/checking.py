@@ -1,14 +1,10 @@
-"""The work of `envserver check`: tasks, known results, and plays through the rollout.
-
-In: an environment with its settings. Out: an EnvironmentReport.
-"""
+"""The work of `envserver check`: tasks, known results, and plays through the rollout."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +28,6 @@ from envserver_records.records import Message, Task, text_of
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
-from ..models.engine import MeasuredEngine
-from ..proxy.endpoint import EngineEndpoint
 from ..registry import absolute
 from ..rollouts.attempt import Finished
 from ..rollouts.check_data import (
@@ -53,15 +47,11 @@ from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..sandbox.maker import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
-from ..telemetry.tracing import NO_TRACER
 from ..tokens.vocabulary import Vocabulary
-from .context import SharedEngine, rollout_context
+from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
 from .scoring import open_scorers
-
-# A way of playing is what the model says: the demonstration, a spoiled one, or a cheat that no
-# environment may reward like a solved task.
 
 MOST_SOLVED_BY_CHEATS = 0.25
 """Largest share of tasks that a cheat may solve: to refuse is right for some."""
@@ -75,8 +65,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         speaker: makes what says the model's turns, from the demonstrations.
         cheat: solving tasks with it is a fault of the environment.
-        needs_demonstration: tasks without one are left out.
-        differs: only plays count in which it says something else than the demonstration does.
+        differs: count only plays in which it says something else than the demonstration.
     """
 
     speaker: Callable[[RolloutSolver], Speaker]
@@ -91,8 +80,6 @@ def _policy(**config: Any) -> Callable[[RolloutSolver], Speaker]:
 
 
 class _Says:
-    """Always says what `text` makes of the conversation."""
-
     def __init__(self, text: Callable[[Conversation], str]) -> None:
         self._text = text
 
@@ -101,8 +88,6 @@ class _Says:
 
 
 class _CallsTools:
-    """Calls tools with valid arguments, for as long as there are any."""
-
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         call = drawn_call(conversation, wish, generator(0, "spam", key))
         return Said(Turn("", (call,)).text() if call else "I have called all tools.")
@@ -128,16 +113,14 @@ WAYS: Mapping[str, Way] = {
     "orders to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
     "tool spam": Way(speaker=lambda _: _CallsTools(), cheat=True),
 }
-"""The ways of playing by name, in the order of the report."""
 
 
 class _Players:
-    """Says the turns of every rollout in its way; the way is in the rollout's id."""
+    """Says the turns of every rollout in its way; the number of the way is in the rollout's id."""
 
     def __init__(self, solver: RolloutSolver) -> None:
         self._speakers = [way.speaker(solver) for way in WAYS.values()]
         self.differing: set[str] = set()
-        """Ids of rollouts in which something else was said than the demonstration says."""
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         rollout_id = wish.rollout_id.partition("/")[0]
@@ -158,11 +141,7 @@ async def play(
     judge: JudgeServer | None,
     progress: Callable[[int, int], None],
 ) -> Plays:
-    """Plays the tasks in all ways.
-
-    Args:
-        tasks: all are played by demonstration, the first `most_wrong` in the other ways.
-    """
+    """Plays all tasks by demonstration, and the first `most_wrong` in all other ways."""
     solver = RolloutSolver()
     players = _Players(solver)
     sim = SimEngine(SimConfig(latency_seconds=0.0), speaker=players)
@@ -173,10 +152,16 @@ async def play(
         for number, (name, way) in enumerate(WAYS.items())
         for task in _tasks_of(name, way, tasks, known, most_wrong)
     ]
-    async with (
-        MeasuredEngine(sim) as engine,
-        _context(settings, environment, reference, engine, solver, judge) as context,
-    ):
+    async with played_context(
+        settings,
+        environment,
+        reference,
+        sim,
+        "sim",
+        judge,
+        demonstrator=solver,
+        unconstrained=True,
+    ) as context:
         plays = _Plays(context, players, problems)
         slots = asyncio.Semaphore(_AT_A_TIME)
         done = 0
@@ -192,22 +177,6 @@ async def play(
             for index, (number, name, task) in enumerate(plan):
                 group.create_task(one(index, number, name, task))
     return Plays(plays.judged(), problems, plays.right)
-
-
-@contextlib.asynccontextmanager
-async def _context(
-    settings: Settings,
-    environment: Environment,
-    reference: str,
-    engine: MeasuredEngine,
-    solver: RolloutSolver,
-    judge: JudgeServer | None,
-) -> AsyncIterator[RolloutContext]:
-    tokens = settings.tokens.model_copy(update={"constraints": "all"})
-    endpoint = EngineEndpoint(engine, tokens=tokens)
-    shared = SharedEngine(engine, endpoint, "sim", solver, NO_TRACER, judge)
-    async with rollout_context(settings, environment, reference, shared=shared) as context:
-        yield context
 
 
 def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:
@@ -239,7 +208,6 @@ class _Plays:
         self._played = {name: Played(way=name, cheat=way.cheat) for name, way in WAYS.items()}
 
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
-        """Plays `task` once, and again where a failure is not the environment's."""
         played, context = self._played[name], self._context
         request = request_for(context.environment, task, rollout_id.removesuffix("-r0"))
         try:
@@ -259,7 +227,6 @@ class _Plays:
             self.right[task.id] = finished.result.output
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
-        """Counts a play; returns whether it is a demonstration that solved its task."""
         if reward is None:
             played.wrong.append(Wrong(task_id=task.id, reward=None, error="It is not scorable."))
             return False
@@ -272,7 +239,6 @@ class _Plays:
         return judged and solved
 
     def judged(self) -> list[Played]:
-        """Returns the ways that were played; adds to the problems what only all plays tell."""
         plays = [one for one in self._played.values() if one.rewards or one.wrong]
         right, spoiled = (self._played[name].mean for name in (DEMONSTRATION, SPOILED))
         solve = self._context.environment.demonstrations_solve
@@ -312,7 +278,7 @@ def _before_answers(messages: list[Message]) -> list[Message]:
 
 MOST_ROWS = 100_000
 OnProgress = Callable[[str, int, int], None]
-"""Is called with what is done ("results", "plays"), how many are done, and of how many."""
+"""Called with what is done ("results", "plays"), how many are done, and of how many."""
 
 
 async def check_environment(
@@ -402,7 +368,6 @@ async def _play(
     judge: JudgeServer | None,
     progress: OnProgress,
 ) -> Plays:
-    """Plays the tasks; that rollouts cannot be run at all is a problem of the environment."""
     checked = spec.settings
     if not checked.plays:
         return Plays()

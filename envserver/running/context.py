@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from ..rollouts.rewards import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.maker import SandboxMaker, sandboxes_at
+from ..sandbox.maker import sandboxes_at
 from ..sandbox.outer import PLACE
 from ..sandbox.source import SandboxSource
 from ..sandbox.wire import NAMESPACE_BACKENDS
@@ -57,6 +57,7 @@ from .engines import OwnEndpoint, look_at, make_endpoint, make_engine, own_endpo
 from .judging import folder_of, judge_of, scorer_processes
 from .prices import rollout_prices
 from .sandboxes import sandboxes_of, try_sandbox
+from .stopping import beside
 
 if TYPE_CHECKING:
     from ..models.fleet import Fleet
@@ -90,22 +91,17 @@ _RESERVED_MB: Final = 1 << 20
 
 @dataclass(frozen=True)
 class ChosenHarness:
-    """The program of a run.
-
-    Args:
-        folder: where it is installed on this machine; "": nowhere that sandboxes do not see.
-    """
+    """The program of a run; `folder`: where it is installed here, "": nowhere that sandboxes do
+    not see."""
 
     spec: HarnessSpec
     folder: str = ""
 
     def sandbox(self) -> dict[str, Any]:
-        """Returns what its workers' sandbox has besides the usual."""
         return {"shown": self.folder, "reserved_mb": _RESERVED_MB}
 
 
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
-    """Returns the isolation of a run's workers: for its own agent, as the environment declares."""
     if not config.is_set:
         return environment.isolation
     if type(environment).harness_task is Environment.harness_task:
@@ -119,61 +115,44 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
 
 
 def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
-    """Returns the external agent; None: the environment's own."""
     if not config.is_set:
         return None
-    arguments, output_bytes = config.arguments, config.output_kb << 10
+    if config.url is not None:
+        spec = HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
+        return ChosenHarness(spec)
     if config.command is not None:
+        name, version = "command", ""
         folder = str(config.folder.resolve()) if config.folder is not None else ""
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"--agent.folder: there is no folder {folder!r}.")
-        spec = HarnessSpec(
-            name="command",
-            command=config.command,
-            place=_seen_at(folder, service),
-            arguments=arguments,
-            output_bytes=output_bytes,
-        )
-        return ChosenHarness(spec, folder)
-    if config.url is not None:
-        return ChosenHarness(
-            HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
-        )
-    assert config.name is not None
-    harness = harness_of(config.name)
-    place = installed_place(harness, config.folder)
+    else:
+        assert config.name is not None
+        harness = harness_of(config.name)
+        place = installed_place(harness, config.folder)
+        name, version, folder = harness.name, version_in(place), str(place)
+    inside = service is not None and service.backend in NAMESPACE_BACKENDS
     spec = HarnessSpec(
-        name=harness.name,
-        version=version_in(place),
-        place=_seen_at(str(place), service),
-        arguments=arguments,
-        output_bytes=output_bytes,
+        name=name,
+        version=version,
+        command=config.command or "",
+        place=PLACE if folder and inside else folder,
+        arguments=config.arguments,
+        output_bytes=config.output_kb << 10,
     )
-    return ChosenHarness(spec, str(place))
+    return ChosenHarness(spec, folder)
 
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
-    """Returns what identifies the program in the record of an evaluation."""
     chosen = chosen_harness(config, None)
     return {} if chosen is None else chosen.spec.identity()
-
-
-def _seen_at(folder: str, service: SandboxSource | None) -> str:
-    if not folder or service is None or service.backend not in NAMESPACE_BACKENDS:
-        return folder
-    return PLACE
 
 
 _log = structlog.get_logger("envserver.egress")
 
 
 class SharedEngine(msgspec.Struct, frozen=True):
-    """The open engine of all rollouts and how it is called.
-
-    Args:
-        demonstrator, tracer: see RolloutContext.
-        fleet: its engines that come and go; None: it cannot have any.
-    """
+    """The open engine of all rollouts and how it is called; `fleet`: engines that come and go,
+    if any."""
 
     engine: MeasuredEngine
     endpoint: EngineEndpoint
@@ -193,10 +172,7 @@ async def shared_engine(
     gate: Gate | None = None,
     folder: Path | None = None,
 ) -> AsyncIterator[SharedEngine]:
-    """Opens the engine that `settings` name, behind `gate` (default: a new gate), and the judge.
-
-    Other arguments and errors: see `rollout_context`.
-    """
+    """Opens the engine that `settings` name, and the judge; see `rollout_context`."""
     async with contextlib.AsyncExitStack() as stack:
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
@@ -207,9 +183,13 @@ async def shared_engine(
         tracer = await stack.enter_async_context(tracer_of(settings.telemetry))
         as_started = settings.model_copy(update={"openai": openai})
         endpoint = make_endpoint(as_started, engine, gate=gate)
-        fleet = await stack.enter_async_context(
-            _fleet(as_started, sampling, endpoint, need_exact=need_exact)
-        )
+        fleet = None
+        if sampling.kind == "openai":
+            from .engine_fleet import fleet_of
+
+            fleet = await stack.enter_async_context(
+                fleet_of(as_started, sampling, endpoint, need_exact=need_exact)
+            )
         if await look_at(engine, must_answer=need_engine):
             _check_exact((await endpoint.ready()).exact, need_exact)
         judge = await stack.enter_async_context(
@@ -219,22 +199,7 @@ async def shared_engine(
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
 
 
-@contextlib.asynccontextmanager
-async def _fleet(
-    settings: Settings, engine: Engine, endpoint: EngineEndpoint, *, need_exact: bool
-) -> AsyncIterator[Fleet | None]:
-    """Opens the engines of `engine` that come and go; None: it cannot have any."""
-    if engine.kind != "openai":
-        yield None
-        return
-    from .engine_fleet import fleet_of
-
-    async with fleet_of(settings, engine, endpoint, need_exact=need_exact) as fleet:
-        yield fleet
-
-
-def _ignore(event: Event) -> None:
-    """An observer that ignores all events."""
+def _ignore(event: Event) -> None: ...
 
 
 @contextlib.asynccontextmanager
@@ -254,14 +219,13 @@ async def rollout_context(
     is_up: Callable[[str], None] = lambda part: None,
     egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
-    """Starts everything that running rollouts needs, and stops it on exit.
+    """Starts everything that running rollouts needs.
 
     Args:
-        for_training: the groups are for a trainer, so `tokens.max_untrained_share` applies.
+        for_training: `tokens.max_untrained_share` applies.
         scores_here: the caller scores in this process, so no scorer processes are started.
         is_up: called with "workers" and "scorers" as soon as they are up.
-        need_engine: whether the engine must answer now. If False it may come up later; then its
-            model must be set.
+        need_engine: the engine must answer now; if False, its model must be set.
     """
     reference = absolute(env_reference)
     roles = roles_of(environment)
@@ -284,9 +248,21 @@ async def rollout_context(
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(sandboxes_at(address)) if address else None
-        trying = await stack.enter_async_context(_beside(_tried(sandboxes, environment)))
         egress = _egress(settings.workers, environment, egress_addresses_for_tests)
-        host = await stack.enter_async_context(_host(settings, environment, sandboxes, egress))
+        host = trying = None
+        if sandboxes is not None and environment.sandbox is not None:
+            trying = await stack.enter_async_context(
+                beside("try-sandbox", try_sandbox(sandboxes, environment))
+            )
+            host = await stack.enter_async_context(
+                AttemptSandboxes(
+                    sandboxes,
+                    environment.sandbox,
+                    _sandbox_places(settings),
+                    images=environment.sandbox_images,
+                    egress=egress,
+                )
+            )
         services = await stack.enter_async_context(services_of(environment))
         proxy = Proxy(
             engine,
@@ -323,7 +299,8 @@ async def rollout_context(
         is_up("workers")
         await scorer_is_up
         is_up("scorers")
-        await trying
+        if trying is not None:
+            await trying
         yield RolloutContext(
             environment=environment,
             isolation=isolation,
@@ -377,10 +354,35 @@ async def rollout_context(
         )
 
 
+@contextlib.asynccontextmanager
+async def played_context(
+    settings: Settings,
+    environment: Environment,
+    env_reference: str,
+    engine: Engine,
+    model: str,
+    judge: JudgeServer | None,
+    *,
+    demonstrator: Demonstrator | None = None,
+    unconstrained: bool = False,
+    **options: Any,
+) -> AsyncIterator[RolloutContext]:
+    """A `rollout_context` in which `engine` answers, instead of the one that `settings` name.
+    `unconstrained`: what the run allowed agents to constrain, or not, is allowed.
+    """
+    allowed = {"constraints": "all"} if unconstrained else {}
+    async with MeasuredEngine(engine) as measured:
+        endpoint = EngineEndpoint(measured, tokens=settings.tokens.model_copy(update=allowed))
+        shared = SharedEngine(measured, endpoint, model, demonstrator, NO_TRACER, judge)
+        async with rollout_context(
+            settings, environment, env_reference, shared=shared, **options
+        ) as context:
+            yield context
+
+
 def _egress(
     config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
 ) -> Egress | None:
-    """Returns what carries agents' requests to hosts outside; None if there are no such hosts."""
     if not environment.egress:
         return None
     rules = EgressRules(environment.egress, addresses_for_tests=addresses)
@@ -452,7 +454,6 @@ async def _check_own(
 
 @contextlib.asynccontextmanager
 async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPool]]:
-    """Starts `scorer` in the background of the block; await the task before using it."""
     starting = asyncio.create_task(scorer.__aenter__())
     try:
         yield starting
@@ -462,67 +463,20 @@ async def _coming_up(scorer: ScorerPool) -> AsyncIterator[asyncio.Task[ScorerPoo
             await scorer.__aexit__(None, None, None)
 
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Runs `work` in the background of the block; await the task, or it is cancelled."""
-    task = asyncio.create_task(work)
-    try:
-        yield task
-    finally:
-        await cancel_and_wait(task)
-
-
-async def _tried(sandboxes: SandboxMaker | None, environment: Environment) -> None:
-    if sandboxes is not None:
-        await try_sandbox(sandboxes, environment)
-
-
-@contextlib.asynccontextmanager
-async def _host(
-    settings: Settings,
-    environment: Environment,
-    sandboxes: SandboxMaker | None,
-    egress: Egress | None,
-) -> AsyncIterator[AttemptSandboxes | None]:
-    """Starts the sandboxes of attempts; None if the environment declares none."""
-    if sandboxes is None or environment.sandbox is None:
-        yield None
-        return
-    places = _sandbox_places(settings)
-    async with AttemptSandboxes(
-        sandboxes,
-        environment.sandbox,
-        places,
-        images=environment.sandbox_images,
-        egress=egress,
-    ) as host:
-        yield host
-
-
 def _sandbox_places(settings: Settings) -> int:
-    """Returns the maximum number of agents' sandboxes at a time.
-
-    One is kept free for each scorer, which would otherwise wait for the agents.
-    """
+    """One is kept free for each scorer, which would otherwise wait for the agents."""
     return max(1, settings.sandbox.concurrent - settings.rollouts.scorer_processes)
 
 
 def _slots(settings: Settings, environment: Environment, isolation: Isolation) -> int:
-    """Returns the maximum number of rollouts in flight.
-
-    A rollout that waits for a worker or a sandbox would use up its own time limit.
-    """
-    room = min(settings.rollouts.max_concurrent, _workers(settings, isolation))
+    """A rollout that waits for a worker or a sandbox would use up its own time limit."""
+    workers = settings.workers
+    pooled = workers.processes * workers.rollouts_per_process
+    places = pooled if isolation == "pooled" else workers.dedicated
+    room = min(settings.rollouts.max_concurrent, places)
     return room if environment.sandbox is None else min(room, _sandbox_places(settings))
 
 
 def _scorers(settings: Settings, judge: JudgeServer | None) -> int:
     wanted = settings.rollouts.scorer_processes
     return wanted if judge is None else scorer_processes(wanted, judge.config)
-
-
-def _workers(settings: Settings, isolation: Isolation) -> int:
-    workers = settings.workers
-    if isolation == "pooled":
-        return workers.processes * workers.rollouts_per_process
-    return workers.dedicated

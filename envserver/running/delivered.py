@@ -1,7 +1,5 @@
-"""Reads delivered groups back and checks each row.
-
-In: a line that `envserver process` wrote, or a group's body from a server. Out: a `Delivery`: the
-rows whose arrays are consistent, and a `Finding` for each fault.
+"""Reads delivered groups back (lines of `envserver process`, groups of a server) and checks each
+row. Out: a `Delivery`: the rows whose arrays are consistent, and a `Finding` for each fault.
 """
 
 from __future__ import annotations
@@ -39,12 +37,9 @@ Column = NDArray[Any]
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A fault and its place.
-
-    Args:
-        kind: changed or order (its digest, or its place in the file, is not the one that was
-            written); unreadable, rows, lengths, token_id, mask, logprob, versions, images or
-            experts (faults of the data); logprobs_differ, refused or the kind of an EngineError
-            (faults found by the engine).
+    `kind`: changed or order (its digest, or its place in the file, is not that which was written);
+    unreadable, rows, lengths, token_id, mask, logprob, versions, images or experts (faults of the
+    data); logprobs_differ, refused or the kind of an EngineError (faults found by the engine).
     """
 
     kind: str
@@ -71,8 +66,8 @@ class Delivery(msgspec.Struct):
 
     Args:
         size: number of rows, broken ones included.
-        not_compared: correct rows that have nothing to compare, by reason.
-        tokens_not_compared: their trained tokens.
+        not_compared, tokens_not_compared: correct rows without anything to compare, and their
+            trained tokens, by reason.
         end: bytes of the file up to the end of this group.
         unsealed: it has no digest: an older version, or another program, wrote it.
     """
@@ -118,7 +113,6 @@ ready(_Line)
 
 
 def read_line(data: bytes, number: int) -> Delivery:
-    """Reads line `number` (counted from 1) of a JSONL file."""
     try:
         line = _decode(data)
     except ValueError as error:
@@ -128,15 +122,12 @@ def read_line(data: bytes, number: int) -> Delivery:
 
 
 class LineChain:
-    """Follows the chain of a file's lines (see `seals`)."""
-
     def __init__(self) -> None:
         self._before = ""
         self._any = False
 
     def check(self, data: bytes, number: int, delivery: Delivery) -> None:
         """Adds to `delivery` how line `number` is not the one that was written there.
-
         Lines of older versions have no link; they come before all that have one.
         """
         link = link_of(data)
@@ -162,7 +153,6 @@ class LineChain:
 
 
 def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
-    """Reads a group from a server; `kind` is its format."""
     try:
         if kind == "group":
             return _read_group(unpack(body, Group), body)
@@ -175,7 +165,6 @@ def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memor
 
 
 def newest_version(data: bytes) -> int:
-    """Returns the highest policy version in a line; -1 if it has none or is unreadable."""
     try:
         facts = _decode(data).envserver
     except ValueError:
@@ -205,8 +194,6 @@ def _decode(data: bytes) -> _Line:
 
 
 class _Reader:
-    """Reads one group in the Atropos wire format."""
-
     def __init__(
         self, line: _Line, facts: _Facts, line_number: int | None, policy_version: int
     ) -> None:
@@ -231,7 +218,6 @@ class _Reader:
         return self._delivery
 
     def _columns_agree(self) -> bool:
-        """Returns whether every list has an entry for every row; otherwise no row can be read."""
         line = self._line
         sizes = {"tokens": len(line.tokens), "masks": len(line.masks), "scores": len(line.scores)}
         if line.inference_logprobs is not None:
@@ -243,7 +229,6 @@ class _Reader:
         return False
 
     def _owners(self) -> dict[int, tuple[_Rollout, int]]:
-        """Returns for each row its rollout and the row's index within that rollout."""
         owners: dict[int, tuple[_Rollout, int]] = {}
         if not self._line.envserver:
             return owners
@@ -312,7 +297,7 @@ class _Reader:
         return told_images(self._line.images, number, self._facts.images, size)
 
     def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
-        """Returns versions of a row's tokens, int32[T]; None if the spans do not fit the row."""
+        """Returns int32[T]; None if the spans do not fit the row."""
         if rollout is None or not rollout.versions:
             return np.where(trained, np.int32(self._policy_version), np.int32(-1))
         if index >= len(rollout.versions):
@@ -357,11 +342,7 @@ def _wrong_labels(ids: Column, labels: Column, trained: Column) -> Iterator[Faul
 def _wrong_numbers(
     ids: Column, trained: Column, logprobs: Column, context_logprob: float | None
 ) -> Iterator[Fault]:
-    """Yields the faults of a row's numbers.
-
-    Args:
-        context_logprob: expected value where nothing was sampled; None: any value.
-    """
+    """`context_logprob`: expected where nothing was sampled; None: any value."""
     wrong = np.flatnonzero((ids < 0) | (ids > _LARGEST_ID))
     if len(wrong):
         yield "token_id", f"{ids[wrong[0]]} is not a token id{_more(wrong)}", int(wrong[0])
@@ -452,17 +433,13 @@ _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
 class Source(Protocol):
-    """Groups to be verified."""
-
     @property
-    def size(self) -> int | None:
-        """Size in bytes, if known."""
+    def size(self) -> int | None: ...
 
     async def newest_version(self) -> int:
         """Returns the policy version that the engine most likely serves now; -1 if unknown."""
 
-    def deliveries(self) -> AsyncIterator[Delivery]:
-        """Yields one delivery per group, in the order in which the groups were written."""
+    def deliveries(self) -> AsyncIterator[Delivery]: ...
 
 
 class FileSource:
@@ -474,7 +451,6 @@ class FileSource:
         self._digests = digests
 
     async def newest_version(self) -> int:
-        """Returns the highest version that sampled a token of the file."""
         return await asyncio.to_thread(self._newest_version)
 
     def _newest_version(self) -> int:
@@ -482,7 +458,6 @@ class FileSource:
             return max(map(newest_version, lines), default=-1)
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """See Source. Skips empty lines."""
         with self._path.open("rb") as lines:
             number = end = 0
             chain = LineChain()
@@ -498,8 +473,7 @@ class FileSource:
 
 
 class ServerSource:
-    """A running server, whose groups are only read; an async context manager that owns its
-    connections."""
+    """A running server, whose groups are only read."""
 
     size = None
 
@@ -516,14 +490,13 @@ class ServerSource:
         await self._http.aclose()
 
     async def newest_version(self) -> int:
-        """Returns the version published last; without one, the highest version of the groups."""
         published = int((await self._get("/v1/policy-version")).json()["version"])
         if published >= 0:
             return published
         return max([int(group["policy_version"]) async for group in self._groups()], default=-1)
 
     async def deliveries(self) -> AsyncIterator[Delivery]:
-        """See Source. Leaves out groups that wait for others and groups that were dropped."""
+        """Leaves out groups that wait for others and groups that were dropped."""
         async for group in self._groups():
             if group["state"] in _NOT_DELIVERED:
                 continue

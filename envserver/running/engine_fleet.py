@@ -1,8 +1,6 @@
-"""The fleet of a command: engines besides those of `openai.base_url`, and how each is compared.
-
-A rollout's calls may move from one engine to another, and its training rows are built from all of
-them. So a new engine must do what the others do, token by token: the same model, the same way of
-being called, the same ids for the same messages, the same kind of logprobs.
+"""Compares engines that register or are discovered with those of `openai.base_url`.
+A rollout's calls may move between engines, and its rows are built from all of them: a new engine
+must have the same model, modes, ids for the same messages, and kind of logprobs.
 """
 
 from __future__ import annotations
@@ -37,16 +35,12 @@ _COMPARED = {
     "reasoning_parser": "separates reasoning",
     "logprobs": "gives logprobs that are",
 }
-"""Facts that must be equal, in words."""
 
 
 class EngineChecks:
     """Compares new engines with the one that `endpoint` knows, or with the first that came.
-
-    Args:
-        engine: whose replicas they will be.
-        need_exact: whether engines must return token ids and logprobs. Then they are trained, and
-            their weights may change.
+    `need_exact`: engines must return token ids and logprobs. Then they are trained, and their
+    weights may change.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class EngineChecks:
         self._first: Capabilities | None = None
 
     async def __call__(self, replica: Replica) -> None:
-        """Checks one engine, with a dozen tiny requests."""
         async with self._opened(replica) as (engine, model):
             found = await probe(engine, wanted=self._openai.mode, model=model)
         capabilities = await asyncio.to_thread(
@@ -80,7 +73,6 @@ class EngineChecks:
         _check([*differences(known, capabilities), *self._changes(known, found.chat)])
 
     async def confirm(self, replica: Replica) -> None:
-        """Checks by one request that an engine still is what it was."""
         known = self._endpoint.capabilities or self._first
         if known is None or known.probe_result.mode == "opaque":
             return
@@ -114,7 +106,6 @@ class EngineChecks:
 
 
 def differences(known: Capabilities, other: Capabilities) -> list[str]:
-    """Returns in words how an engine differs from the known one; empty: it does not."""
     one, two = known.probe_result, other.probe_result
     words = [
         f"it {what} {_shown(getattr(two, name))}, they {_shown(getattr(one, name))}"
@@ -150,7 +141,6 @@ async def fleet_of(
     *,
     need_exact: bool,
 ) -> AsyncIterator[Fleet]:
-    """Opens the fleet of `engine`, and discovers engines as `settings` say."""
     assert isinstance(engine, OpenAIEngine)
     engine.routes.version = lambda: endpoint.policy_version
     endpoint.begun, endpoint.ended = engine.routes.begun, engine.routes.ended

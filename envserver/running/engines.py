@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 
 import msgspec
@@ -36,10 +36,7 @@ _log = structlog.get_logger("envserver.engine")
 async def started(
     model: str | None, openai: OpenAIConfig, config: EngineConfig
 ) -> AsyncIterator[OpenAIConfig]:
-    """Yields the address of the engine: `openai`, or that of an engine started for `model`.
-
-    An engine is started only if `model` names one to be started; it is stopped on exit.
-    """
+    """Yields `openai`, or the address of an engine that runs for `model` during the block."""
     if model is None or model == SIMULATED:
         yield openai
         return
@@ -50,7 +47,7 @@ async def started(
     variables = openai.default_template_kwargs
     if variables is not None:
         entry = entry.model_copy(update={"default_template_kwargs": variables})
-    async with running_engine(entry, config, tell=_tell) as engine:
+    async with running_engine(entry, config, tell=_say) as engine:
         yield openai.model_copy(
             update={
                 "base_url": engine.base_url,
@@ -62,10 +59,7 @@ async def started(
 
 
 def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demonstrator | None]:
-    """Makes the engine that `settings` name, at the address in `openai`.
-
-    Also returns the demonstrator, which is given the solutions (simulated engine only).
-    """
+    """Also returns the demonstrator, which is given the solutions (simulated engine only)."""
     if settings.model == SIMULATED:
         from envserver_local.simulated.engine import SimEngine
         from envserver_local.simulated.policy import RolloutSolver
@@ -73,7 +67,11 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
         solver = RolloutSolver()
         return SimEngine(settings.sim, solver), solver
 
-    _check_named(openai)
+    if not openai.base_urls and openai.model_name == "default":
+        raise ConfigError(
+            "openai.base_url is none, so no engine can be asked for its model's name.",
+            hint="Set --openai.model_name.",
+        )
     rules = settings.engines
     from ..models.openai import OpenAIEngine
 
@@ -87,21 +85,14 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
 
 
 def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
-    """Returns where engines may be registered. Where access tokens are asked for, others than the
-    owner of this machine may register them: not at addresses of this machine."""
+    """Where access tokens are required, others than the owner of this machine may register engines:
+    not at addresses of this machine.
+    """
     return EngineAddresses(
         settings.engines.allow,
         openai.base_urls,
         this_machine=settings.server.tokens_file is None,
     )
-
-
-def _check_named(openai: OpenAIConfig) -> None:
-    if not openai.base_urls and openai.model_name == "default":
-        raise ConfigError(
-            "openai.base_url is none, so no engine can be asked for its model's name.",
-            hint="Set --openai.model_name.",
-        )
 
 
 def make_endpoint(
@@ -112,9 +103,8 @@ def make_endpoint(
     is_elsewhere: bool = False,
     gate: Gate | None = None,
 ) -> EngineEndpoint:
-    """Makes the endpoint of `engine`; how to call the engine is found out at the first call.
-
-    The simulated engine and engines that return text only are called through their chat API.
+    """How to call the engine is found out at the first call. The simulated engine and engines that
+    return text only are called through their chat API.
 
     Args:
         model: model name to request, if it is not the engine's default.
@@ -138,7 +128,13 @@ def make_endpoint(
         capabilities = await asyncio.to_thread(
             capabilities_of, probe_result, tokens, template_kwargs
         )
-        _say(capabilities)
+        probe_result = capabilities.probe_result
+        facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
+        if capabilities.format is not None:
+            facts["tokenizer"] = str(capabilities.folder)
+        else:
+            facts["not_continued"] = capabilities.why_not
+        _log.info("engine_found", **facts)
         return capabilities
 
     return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
@@ -150,12 +146,8 @@ _START_AN_ENGINE = (
 
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
-    """Checks that an engine answers at its address, before many rollouts fail.
-
+    """Returns whether the engine answers; checked before many rollouts fail.
     An engine that does not list its models (HTTP 404) may still answer calls.
-
-    Returns:
-        Whether it answers.
     """
     replicas = await engine.health()
     for replica in replicas:
@@ -182,22 +174,11 @@ async def any_model(engine: Engine) -> str:
     return names[0]
 
 
-def _tell(line: str) -> None:
+def _say(line: str) -> None:
     _log.info("engine", said=line)
 
 
-def _say(capabilities: Capabilities) -> None:
-    probe_result = capabilities.probe_result
-    facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
-    if capabilities.format is not None:
-        _log.info("engine_found", **facts, tokenizer=str(capabilities.folder))
-    else:
-        _log.info("engine_found", **facts, not_continued=capabilities.why_not)
-
-
 class OwnEndpoint(msgspec.Struct, frozen=True):
-    """The model and engine of one agent."""
-
     endpoint: EngineEndpoint
     model: str
     is_elsewhere: bool
@@ -213,9 +194,8 @@ async def own_endpoints(
     *,
     must_answer: bool,
 ) -> AsyncIterator[dict[str, OwnEndpoint]]:
-    """Returns the endpoints of the agents that use another model or engine, by agent name.
-
-    The engines are open inside the block; agents at the same engine share its connections.
+    """Yields the endpoints of the agents that use another model or engine, by agent name.
+    Agents at the same engine share its connections.
     """
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}
@@ -229,13 +209,19 @@ async def own_endpoints(
                 made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
                 found[name] = OwnEndpoint(made, model, False)
                 continue
-            with _naming(name):
-                own = opened.get(_address(config))
+            key = config.api_key.get_secret_value()
+            address = (config.base_url, key, config.timeout, config.server_type)
+            try:
+                own = opened.get(address)
                 if own is None:
                     own = await stack.enter_async_context(_opened(config))
-                    opened[_address(config)] = own
+                    opened[address] = own
                     await look_at(own, must_answer=must_answer)
-                model = await _model(own, config)
+                named = config.model_name not in ("default", None)
+                model = str(config.model_name) if named else await own.model_name()
+            except (EngineError, ConfigError) as error:
+                error.message = f"The engine of the agent {name!r}: {error.message}"
+                raise
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
             made = make_endpoint(settings, own, gate=gate, model=model, is_elsewhere=True)
@@ -254,23 +240,3 @@ def _opened(config: AgentConfig) -> Engine:
             server_type=config.server_type,
         )
     )
-
-
-def _address(config: AgentConfig) -> object:
-    key = config.api_key.get_secret_value()
-    return (config.base_url, key, config.timeout, config.server_type)
-
-
-async def _model(engine: Engine, config: AgentConfig) -> str:
-    if config.model_name not in ("default", None):
-        return str(config.model_name)
-    return await engine.model_name()
-
-
-@contextlib.contextmanager
-def _naming(agent: str) -> Iterator[None]:
-    try:
-        yield
-    except (EngineError, ConfigError) as error:
-        error.message = f"The engine of the agent {agent!r}: {error.message}"
-        raise

@@ -1,11 +1,9 @@
 """An evaluation: runs the tasks of environments and their baselines like `process`.
 
-In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl` (as `process` writes
-them), `tasks.jsonl` for each, `run.json` (the settings that decide results: a resumed run must have
-the same), and the report, which is made from these files (`evaluation.folders`). With one
-environment this is the evaluation's folder; with several, each has a subfolder. Each task of a
-stream is tried once per run, whether others failed or not; one environment that fails does not end
-the others.
+In the folder of each environment: `groups.jsonl` and `groups-<baseline>.jsonl`, `tasks.jsonl` for
+each, `run.json` (the settings that decide results: a resumed run must have the same), and the
+report, made from these files. Several environments have a subfolder each. Each task is tried once
+per run, whether others failed or not; an environment that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -68,7 +66,6 @@ class EvaluatedEnvironment(Generic[M]):
         return self.spec.settings
 
     def make_environment(self) -> Environment:
-        """See `RunSpec`; its errors name the member."""
         try:
             return self.spec.make_environment()
         except ConfigError as error:
@@ -80,16 +77,12 @@ class EvaluationView:
     """Observes an evaluation; this base class shows nothing."""
 
     show: Show = staticmethod(show_nothing)
-    """Shows the run of one environment or baseline."""
 
-    def say(self, line: str) -> None:
-        """Shows one line."""
+    def say(self, line: str) -> None: ...
 
-    def ended(self, run: GroupRun, settings: MixSettings) -> None:
-        """Shows the result of one environment's or baseline's run, failed or not."""
+    def ended(self, run: GroupRun, settings: MixSettings) -> None: ...
 
-    def report(self, report: Report | Suite, folder: Path) -> None:
-        """Shows the report."""
+    def report(self, report: Report | Suite, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -97,9 +90,7 @@ class Evaluation:
     """The result of an evaluation.
 
     Args:
-        folder: folder of its groups and report.
-        report: report of one environment, or the suite of several; None if the evaluation was
-            stopped before there was anything to report.
+        report: of one environment, or the suite of several; None: stopped before there was any.
         stopped: whether it was stopped before its end; it can be resumed.
     """
 
@@ -123,8 +114,6 @@ class Choice:
 
 @dataclass
 class _Run:
-    """One run over the tasks: its environment, its files and the counts of its groups."""
-
     environment: Environment
     groups: Path
     tasks: Path
@@ -153,8 +142,7 @@ class _Run:
             self.dropped.add(event.group_id)
 
     def write_tasks(self) -> None:
-        """Writes facts about tasks that the groups lack; keeps earlier facts of tasks not visited
-        again."""
+        """Keeps earlier facts of tasks that are not visited again."""
         if not self.groups.exists():
             return
         known = {one.group_id: one for one in read_tasks(self.tasks)} if self.tasks.exists() else {}
@@ -166,7 +154,7 @@ class _Run:
 
 @dataclass
 class _Part:
-    """One environment: its folder, the facts noted there and its runs by baseline ("": itself)."""
+    """One environment; `runs`: by baseline, "" is the environment itself."""
 
     member: EvaluatedEnvironment[Any]
     folder: Path
@@ -175,8 +163,11 @@ class _Part:
     runs: dict[str, _Run]
     begun: bool = False
 
+    @property
+    def environment(self) -> Environment:
+        return self.runs[""].environment
+
     def begin(self, choice: Choice) -> None:
-        """Claims the folder, once; with `overwrite`, facts of the evaluation before are removed."""
         if self.begun:
             return
         claim(self.folder, self.noted, resume=choice.resume, overwrite=choice.overwrite)
@@ -194,7 +185,7 @@ async def evaluate_members(
 ) -> Evaluation:
     view, stop = view or EvaluationView(), stop or Stop()
     folder = choice.folder or _new_folder(members)
-    parts = _ready_parts(members, folder, choice)
+    parts = _claimed(members, folder, choice)
     settings = members[0].settings
     names = [one.name for one in members]
     async with (
@@ -204,7 +195,7 @@ async def evaluate_members(
         shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
         makers_of(settings)() as makers,
     ):
-        failures = await _make_parts(parts, choice, view, shared, stop, tracked, makers)
+        failures = await _Evaluating(choice, view, shared, stop, tracked, makers).run(parts)
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
         done = _reported(folder, parts, failures, view, stopped=stop.asked)
@@ -216,53 +207,107 @@ async def evaluate_members(
 async def evaluate_on(
     shared: SharedEngine, members: Sequence[EvaluatedEnvironment[Any]], choice: Choice
 ) -> Evaluation:
-    """Runs everything on an engine that is open already, and shows nothing; see
-    `evaluate_members`."""
+    """`evaluate_members` on an engine that is open already; shows nothing."""
     folder = choice.folder or _new_folder(members)
-    parts = _ready_parts(members, folder, choice)
+    parts = _claimed(members, folder, choice)
     view = EvaluationView()
-    failures = await _make_parts(parts, choice, view, shared, Stop(), None, None)
+    failures = await _Evaluating(choice, view, shared, Stop()).run(parts)
     for kind in (RunFile, TaskFacts, Report, Suite):
         ready(kind)
     return await asyncio.to_thread(_reported, folder, parts, failures, view, stopped=False)
 
 
-def _ready_parts(
-    members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
-) -> list[_Part]:
-    """Claims the folders; see `_claimed` and `_check_passable` for errors."""
-    parts = _claimed(members, folder, choice)
-    for part in parts:
-        _check_passable(part, choice)
-    return parts
+@dataclass
+class _Evaluating:
+    choice: Choice
+    view: EvaluationView
+    shared: SharedEngine
+    stop: Stop
+    tracked: Tracking | None = None
+    makers: RayMakers | None = None
 
-
-async def _make_parts(
-    parts: Sequence[_Part],
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> list[EnvserverError]:
-    """Makes the groups of all environments; returns the errors that ended some of them."""
-    failures: list[EnvserverError] = []
-    for number, part in enumerate(parts, 1):
-        if len(parts) > 1:
-            view.say(f"{part.member.name} ({number} of {len(parts)})")
-        failure = await _make_part(part, choice, view, shared, stop, tracked, makers)
-        if failure is not None:
-            failures.append(failure)
+    async def run(self, parts: Sequence[_Part]) -> list[EnvserverError]:
+        """Makes the groups of all environments; returns the errors that ended some of them."""
+        failures: list[EnvserverError] = []
+        for number, part in enumerate(parts, 1):
+            name = part.member.name
             if len(parts) > 1:
-                view.say(f"{part.member.name}: {failure.message}")
-        if stop.asked:
-            break
-    return failures
+                self.view.say(f"{name} ({number} of {len(parts)})")
+            failure = await self._make_part(part)
+            if failure is not None:
+                failures.append(failure)
+                if len(parts) > 1:
+                    self.view.say(f"{name}: {failure.message}")
+            if self.stop.asked:
+                break
+        return failures
+
+    async def _make_part(self, part: _Part) -> EnvserverError | None:
+        failure = None
+        for name, run in part.runs.items():
+            if name:
+                self.view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
+            try:
+                await self._make(run, part, None if name else self.tracked)  # not the baselines
+            except EnvserverError as error:
+                failure = error
+            if part.begun:
+                run.write_tasks()
+            if self.stop.asked or failure is not None:
+                break
+        if not part.begun:
+            return failure
+        part.noted.evaluated = msgspec.structs.replace(
+            part.evaluated,
+            complete=not self.stop.asked and failure is None,
+            finished_at=time.time(),
+        )
+        bounds = range_of(part.environment)
+        low, high = bounds.axis
+        counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
+        part.noted.counted = self.choice.view.over(counted, self.shared.model)
+        write_run_file(part.folder, part.noted)
+        return failure
+
+    async def _make(self, run: _Run, owner: _Part, tracked: Tracking | None) -> None:
+        environment, member, choice = run.environment, owner.member, self.choice
+        environment.config.max_token_length = sys.maxsize  # long answers count like others
+        track = None if tracked is None else tracked.observer(member.name)
+
+        def observe(event: Event) -> None:
+            if isinstance(event, GroupDelivered):
+                owner.begin(choice)
+            run.observe(event)
+            if track is not None:
+                track(event)
+
+        part = Part(
+            spec=member.spec,
+            environment=environment,
+            share=Share(environment.name),
+            path=run.groups,
+            requests=run.stream(),
+            observe=observe,
+        )
+        groups = GroupRun(
+            [part],
+            member.settings,
+            resume=choice.resume,
+            overwrite=choice.overwrite,
+            expected=run.shard.size(environment.config.total_steps),
+            shared=self.shared,
+            show=self.view.show,
+            stop=self.stop,
+            open_makers=lambda: nullcontext(self.makers),
+        )
+        try:
+            await groups.run()
+        finally:
+            self.view.ended(groups, member.settings)
 
 
 def _check_passable(part: _Part, choice: Choice) -> None:
-    environment = next(iter(part.runs.values())).environment
+    environment = part.environment
     bounds, asked = range_of(environment), choice.view.pass_at
     if asked is not None and not bounds.low < asked <= bounds.high:
         raise ConfigError(
@@ -329,6 +374,8 @@ def _claimed(
     for part in parts:
         if not choice.overwrite:  # else the first group does, so that a failure replaces nothing
             part.begin(choice)
+    for part in parts:
+        _check_passable(part, choice)
     return parts
 
 
@@ -354,7 +401,6 @@ def _evaluated(
     baselines: list[str],
     shard: Shard,
 ) -> Evaluated:
-    """Returns the description of the run; its settings are without secrets."""
     config = environment.config
     return Evaluated(
         environment=environment.name,
@@ -369,91 +415,6 @@ def _evaluated(
         baselines=[*baselines, *choice.askings],
         variants=settings_of(choice.askings),
     )
-
-
-async def _make_part(
-    part: _Part,
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> EnvserverError | None:
-    """Makes the groups of an environment and its baselines; returns an error that ended it."""
-    failure = None
-    for name, run in part.runs.items():
-        if name:
-            view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
-        try:
-            watched = None if name else tracked  # not the baselines
-            await _make(run, part, choice, view, shared, stop, watched, makers)
-        except EnvserverError as error:
-            failure = error
-        if part.begun:
-            run.write_tasks()
-        if stop.asked or failure is not None:
-            break
-    if not part.begun:
-        return failure
-    part.noted.evaluated = msgspec.structs.replace(
-        part.evaluated,
-        complete=not stop.asked and failure is None,
-        finished_at=time.time(),
-    )
-    bounds = range_of(next(iter(part.runs.values())).environment)
-    low, high = bounds.axis
-    counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
-    part.noted.counted = choice.view.over(counted, shared.model)
-    write_run_file(part.folder, part.noted)
-    return failure
-
-
-async def _make(
-    run: _Run,
-    owner: _Part,
-    choice: Choice,
-    view: EvaluationView,
-    shared: SharedEngine,
-    stop: Stop,
-    tracked: Tracking | None,
-    makers: RayMakers | None,
-) -> None:
-    environment = run.environment
-    environment.config.max_token_length = sys.maxsize  # long answers count like others
-    member = owner.member
-    track = None if tracked is None else tracked.observer(member.name)
-
-    def observe(event: Event) -> None:
-        if isinstance(event, GroupDelivered):
-            owner.begin(choice)
-        run.observe(event)
-        if track is not None:
-            track(event)
-
-    part = Part(
-        spec=member.spec,
-        environment=environment,
-        share=Share(environment.name),
-        path=run.groups,
-        requests=run.stream(),
-        observe=observe,
-    )
-    groups = GroupRun(
-        [part],
-        member.settings,
-        resume=choice.resume,
-        overwrite=choice.overwrite,
-        expected=run.shard.size(environment.config.total_steps),
-        shared=shared,
-        show=view.show,
-        stop=stop,
-        open_makers=lambda: nullcontext(makers),
-    )
-    try:
-        await groups.run()
-    finally:
-        view.ended(groups, member.settings)
 
 
 def baselines_of(environment: Environment) -> dict[str, Environment]:

@@ -1,7 +1,5 @@
 """Writes the folder of an evaluation: its run file, tasks and report; merges those of shards.
-
-A folder belongs to one run and its settings; its report is what `read_folder` makes of its files,
-in three forms with the same content (`report.json`, `report.md`, `report.html`).
+A folder belongs to one run and its settings; its report is what `read_folder` makes of its files.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ _NAMES = ("env", "sampling", "agent")
 
 
 def claim(folder: Path, wanted: RunFile, *, resume: bool, overwrite: bool) -> None:
-    """Checks that `folder` is new or belongs to the same run, and writes the run file.
-
-    Parts that the run file lists already are kept.
-    """
+    """Checks that `folder` is new or belongs to the same run, and writes the run file."""
     before = None if overwrite else read_run_file(folder)
     if before is not None:
         if not resume:
@@ -86,12 +81,10 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
 
 
 def write_run_file(folder: Path, run: RunFile) -> None:
-    """Writes the description of the run in `folder`. Raises StoreError: it cannot be written."""
     write_json(folder / RUN_FILE, msgspec.to_builtins(run))
 
 
 def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
-    """Writes what reports need to know of tasks, atomically."""
     write_text(path, "".join(f"{msgspec.json.encode(one).decode()}\n" for one in tasks))
 
 
@@ -113,7 +106,7 @@ def _write(folder: Path, reports: Sequence[Report]) -> Report | Suite:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically; creates its folder. Raises StoreError: it cannot be written."""
+    """Writes a file atomically."""
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text, sync=False)
@@ -137,12 +130,10 @@ class Shard:
         return itertools.islice(stream, self.number - 1, None, self.count)
 
     def size(self, total: int | None) -> int | None:
-        """Returns how many of `total` items belong to this shard; None if that is not known."""
         return None if total is None else len(range(self.number - 1, total, self.count))
 
 
 def shard_of(text: str) -> Shard:
-    """Parses "2/4"; "" is the whole. Raises ConfigError: it is not a shard."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     shard = Shard(int(found[1]), int(found[2])) if found else Shard()
     if (text and not found) or not 1 <= shard.number <= shard.count:
@@ -157,10 +148,8 @@ _OWN = ("complete", "finished_at", "shard", "env")
 @dataclass(frozen=True)
 class Accepted:
     """Differences between shards that are accepted.
-
-    Args:
-        slices: environment settings in which they may differ, such as `data_path`.
-        partial: some may be missing or unfinished; the report says that it is not complete.
+    `slices`: settings in which they may differ. `partial`: some may be missing or unfinished; the
+    report says that it is not complete.
     """
 
     slices: Sequence[str] = ()
@@ -199,7 +188,6 @@ def merge_evaluations(
 
 
 def _parts_of(folders: Sequence[Path]) -> list[str]:
-    """Returns the names of the environments' folders in each shard; [""]: it has one."""
     runs = [_read_run(folder) for folder in folders]
     for folder, run in zip(folders, runs, strict=True):
         if run.parts != runs[0].parts:
@@ -286,7 +274,6 @@ def _check_tasks(shards: Sequence[_Shard], name: str) -> None:
 
 
 def _lacking(shards: Sequence[_Shard]) -> str:
-    """Returns which shard is missing, unfinished, or of another number of tasks; "" if none is."""
     for shard in shards:
         if not shard.evaluated.complete:
             return f"{shard.folder} is not finished."
@@ -331,7 +318,7 @@ def _write_merged(out: Path, shards: Sequence[_Shard]) -> None:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yields the complete lines of a file; a missing file has none."""
+    """Yields only complete lines; a missing file has none."""
     if path.exists():
         with path.open("rb") as lines:
             yield from (line for line in lines if line.endswith(b"\n"))

@@ -1,6 +1,5 @@
 """A run that makes groups of one or several environments, and ends: `process` and `evaluate`.
 
-In: `Part`s, one for each environment. Out: groups in files, in memory or at a consumer, and counts.
 Groups are begun by weight, and an environment with tasks left gets at least its minimum share; one
 that ends or fails does not end the others; a group that a file has is not made again.
 """
@@ -10,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +29,7 @@ from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
-from .metrics import Rewards, Tally
+from .metrics import Rewards, Tally, all_of
 from .mix import Book, Member, RunSpec, Several, has_curriculum, stream_of
 from .run_settings import ProcessSettings
 from .stopping import Stop, run_until_stopped
@@ -48,9 +47,8 @@ class Part:
     """One environment of a run.
 
     Args:
-        path: JSONL file for its groups; None: they are written to no file.
+        path: JSONL file for its groups, if any.
         groups: number of groups before it ends; None: as many as `requests` has.
-        drop_zero_variance: drop groups whose rewards are all equal.
         learn: called with the task and scores of each group that a file has already.
     """
 
@@ -66,8 +64,7 @@ class Part:
 
 
 class View(Observer, Protocol):
-    def say(self, text: str) -> None:
-        """Shows one line."""
+    def say(self, text: str) -> None: ...
 
 
 class NoView:
@@ -83,130 +80,99 @@ Show = Callable[[Tally, int | None, int], AbstractContextManager[View]]
 
 
 def show_nothing(tally: Tally, expected: int | None, already: int) -> AbstractContextManager[View]:
-    return contextlib.nullcontext(NoView())
+    return nullcontext(NoView())
 
 
 Track = Callable[[], AbstractAsyncContextManager[Tracking | None]]
-"""Opens the trackers of a run, for as long as its groups are made."""
-
-
-def no_tracking() -> AbstractAsyncContextManager[Tracking | None]:
-    return contextlib.nullcontext()
 
 
 OpenMakers = Callable[[], AbstractAsyncContextManager["RayMakers | None"]]
 """Opens what makes the groups of a run on other machines; None: they are made in this process."""
 
 
-def no_makers() -> AbstractAsyncContextManager[RayMakers | None]:
-    return contextlib.nullcontext()
-
-
 @dataclass(frozen=True)
 class GroupFiles:
-    """A file of groups and the file of failures next to it."""
-
     sink: JsonlSink
     failures: FailuresFile
 
 
+@dataclass
 class GroupRun:
     """Makes the groups of `parts`. Its counts can be read while it runs and afterwards.
 
     Args:
-        resume, overwrite: what to do with a file that exists.
         total_groups: number of groups of all parts before it ends; None: each part ends by itself.
         expected: number of groups at the end, as far as it is known.
-        for_training: the groups are for a trainer: see `rollout_context`.
-        open_makers: opens what makes the groups on other machines; default: they are made here.
         give: receives each group after it is in its file, if it has one; the run awaits it.
+        groups: delivered in this run, by environment.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        settings: Settings,
-        *,
-        resume: bool = False,
-        overwrite: bool = False,
-        total_groups: int | None = None,
-        expected: int | None = None,
-        for_training: bool = False,
-        shared: SharedEngine | None = None,
-        give: Give | None = None,
-        show: Show = show_nothing,
-        stop: Stop | None = None,
-        track: Track = no_tracking,
-        open_makers: OpenMakers = no_makers,
-    ) -> None:
-        self.tally = Tally()
-        self.groups: Counter[str] = Counter()
-        """Groups delivered in this run, by environment."""
-        self.rewards = {part.share.name: Rewards() for part in parts}
-        self.files: dict[Path, GroupFiles] = {}
-        self.stopped = False
-        """Whether the run was stopped before its end."""
-        self._parts = list(parts)
-        self._settings = settings
-        self._resume, self._overwrite = resume, overwrite
-        self._total_groups = total_groups
-        self._expected = expected
-        self._for_training = for_training
-        self._shared = shared
-        self._give = give
-        self._show = show
-        self._stop = stop or Stop()
-        self._track = track
-        self._open_makers = open_makers
-        self._tracked: Tracking | None = None
+    parts: Sequence[Part]
+    settings: Settings
+    _: KW_ONLY
+    resume: bool = False
+    overwrite: bool = False
+    total_groups: int | None = None
+    expected: int | None = None
+    for_training: bool = False
+    shared: SharedEngine | None = None
+    give: Give | None = None
+    show: Show = show_nothing
+    stop: Stop = field(default_factory=Stop)
+    track: Track = nullcontext
+    open_makers: OpenMakers = nullcontext
+    tally: Tally = field(init=False, default_factory=Tally)
+    groups: Counter[str] = field(init=False, default_factory=Counter)
+    files: dict[Path, GroupFiles] = field(init=False, default_factory=dict)
+    stopped: bool = field(init=False, default=False)
+    _tracked: Tracking | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.rewards = {part.share.name: Rewards() for part in self.parts}
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of all groups that each environment should have."""
-        return targets(part.share for part in self._parts)
+        return targets(part.share for part in self.parts)
 
     @property
     def judge(self) -> JudgeServer | None:
-        """The judge that its scorers asked, if one is set; its counts can be read afterwards."""
-        return None if self._shared is None else self._shared.judge
+        return None if self.shared is None else self.shared.judge
 
     def written(self) -> dict[Path, int]:
         found = Counter({path: file.sink.already for path, file in self.files.items()})
-        for part in self._parts:
+        for part in self.parts:
             if part.path is not None and part.path in found:
                 found[part.path] += self.groups[part.share.name]
         return dict(found)
 
     async def run(self) -> None:
-        if self._resume and self._overwrite:
+        if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other.")
-        for part in self._parts:  # report an unknown flag before replacing a file
+        for part in self.parts:  # report an unknown flag before replacing a file
             tokens = part.spec.settings.tokens
             chosen(tokens.train, tokens.mask, tokens.drop)
         async with contextlib.AsyncExitStack() as stack:
-            self._tracked = await stack.enter_async_context(self._track())
+            self._tracked = await stack.enter_async_context(self.track())
             await self._open_files(stack)
-            if self._shared is None:
-                self._shared = await stack.enter_async_context(
+            if self.shared is None:
+                self.shared = await stack.enter_async_context(
                     shared_engine(
-                        self._settings,
+                        self.settings,
                         need_engine=True,
                         need_exact=False,
-                        folder=next((part.path.parent for part in self._parts if part.path), None),
+                        folder=next((part.path.parent for part in self.parts if part.path), None),
                     )
                 )
-            already = {part.share.name: self._already(part) for part in self._parts}
+            already = {part.share.name: self._already(part) for part in self.parts}
             if self._tracked is not None:
                 self._tracked.already = sum(already.values())
-            view = stack.enter_context(
-                self._show(self.tally, self._expected, sum(already.values()))
-            )
-            makers = await stack.enter_async_context(self._open_makers())
+            view = stack.enter_context(self.show(self.tally, self.expected, sum(already.values())))
+            makers = await stack.enter_async_context(self.open_makers())
             schedulers = await self._schedulers(stack, already, view, makers)
             several = Several(schedulers)
             work = several.run(view.say)
-            self.stopped = await run_until_stopped(work, several, self._stop) != "done"
-            if self._for_training and not self.stopped:
+            self.stopped = await run_until_stopped(work, several, self.stop) != "done"
+            if self.for_training and not self.stopped:
                 for one in schedulers.values():
                     one.check()
 
@@ -222,27 +188,27 @@ class GroupRun:
         view: View,
         makers: RayMakers | None,
     ) -> dict[str, Scheduler]:
-        wanted = self._total_groups
+        wanted = self.total_groups
         machines = 1 if makers is None else sum(makers.runners)
         turns = Turns(
             Shares(self.shares, already),
-            room=self._settings.rollouts.max_concurrent * machines,
+            room=self.settings.rollouts.max_concurrent * machines,
             wanted=None if wanted is None else max(0, wanted - sum(already.values())),
         )
-        takes_turns = len(self._parts) > 1 or wanted is not None
+        takes_turns = len(self.parts) > 1 or wanted is not None
         schedulers = {}
-        assert self._shared is not None
-        for number, part in enumerate(self._parts):
+        assert self.shared is not None
+        for number, part in enumerate(self.parts):
             name = part.share.name
             opening = self._maker(number, part, self._observer(part, view), makers)
             maker = await stack.enter_async_context(opening)
             file = None if part.path is None else self.files[part.path].sink
             if file is not None:
-                file.expect(self._shared.model)
+                file.expect(self.shared.model)
             schedulers[name] = Scheduler(
                 maker,
                 part.requests,
-                _Sink(file, self._give),
+                _Sink(file, self.give),
                 wanted=None if part.groups is None else max(0, part.groups - already[name]),
                 stop_on_failures=True,
                 lane=turns.lane(name) if takes_turns else None,
@@ -253,7 +219,7 @@ class GroupRun:
         self, number: int, part: Part, observer: Observer, makers: RayMakers | None
     ) -> AbstractAsyncContextManager[GroupMaker]:
         if makers is not None:
-            rules = Rules(part.drop_zero_variance, self._for_training)
+            rules = Rules(part.drop_zero_variance, self.for_training)
             return makers.open(number, part.spec, part.environment, observer, rules)
         return rollout_context(
             part.spec.settings,
@@ -261,26 +227,19 @@ class GroupRun:
             part.spec.reference,
             observer=observer,
             drop_zero_variance=part.drop_zero_variance,
-            for_training=self._for_training,
-            shared=self._shared,
+            for_training=self.for_training,
+            shared=self.shared,
         )
 
     def _observer(self, part: Part, view: View) -> Observer:
-        failures = None if part.path is None else self.files[part.path].failures
-        tracked = None if self._tracked is None else self._tracked.observer(part.share.name)
-
-        def observe(event: Event) -> None:
-            if failures is not None:
-                failures.write(event)
-            self.tally(event)
-            self._count(event)
-            view(event)
-            if tracked is not None:
-                tracked(event)
-            if part.observe is not None:
-                part.observe(event)
-
-        return observe
+        return all_of(
+            None if part.path is None else self.files[part.path].failures.write,
+            self.tally,
+            self._count,
+            view,
+            None if self._tracked is None else self._tracked.observer(part.share.name),
+            part.observe,
+        )
 
     def _count(self, event: Event) -> None:
         if isinstance(event, GroupDelivered):
@@ -288,9 +247,9 @@ class GroupRun:
             self.rewards[event.group.env].add_group(event.group)
 
     async def _open_files(self, stack: contextlib.AsyncExitStack) -> None:
-        for path in dict.fromkeys(part.path for part in self._parts):
+        for path in dict.fromkeys(part.path for part in self.parts):
             if path is not None:
-                parts = [part for part in self._parts if part.path == path]
+                parts = [part for part in self.parts if part.path == path]
                 self.files[path] = await self._open_file(path, parts, stack)
 
     async def _open_file(
@@ -323,8 +282,8 @@ class GroupRun:
                 path,
                 **identities[0],
                 beside=identities[1:],
-                resume=self._resume,
-                overwrite=self._overwrite,
+                resume=self.resume,
+                overwrite=self.overwrite,
                 include_messages=first.include_messages,
                 include_actions=first.include_actions,
                 include_experts=first.include_experts,
@@ -332,7 +291,7 @@ class GroupRun:
                 tell=learn if learners else None,
             )
         )
-        return GroupFiles(sink, FailuresFile(path, resume=self._resume))
+        return GroupFiles(sink, FailuresFile(path, resume=self.resume))
 
 
 class _Sink:
@@ -358,7 +317,7 @@ class _Sink:
 
 def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenMakers:
     if not settings.ray.address:
-        return no_makers
+        return nullcontext
 
     def opened() -> AbstractAsyncContextManager[RayMakers | None]:
         from .ray_runners import ray_makers
@@ -369,7 +328,6 @@ def makers_of(settings: MixSettings, weights: Sequence[float] = (1.0,)) -> OpenM
 
 
 def default_path(environment: Environment) -> Path:
-    """Returns the file that `process` writes by default."""
     return Path("data") / f"{environment.name}.jsonl"
 
 
@@ -381,11 +339,7 @@ def process_run(
     show: Show = show_nothing,
     stop: Stop | None = None,
 ) -> GroupRun:
-    """Makes the run of `process`; the settings of the whole run are the first member's.
-
-    Args:
-        path_of: returns the file for an environment whose settings name none.
-    """
+    """The settings of the whole run are the first member's."""
     settings = members[0].spec.settings
     total = settings.total_groups
     return GroupRun(
@@ -398,7 +352,7 @@ def process_run(
         for_training=True,
         give=give,
         show=show,
-        stop=stop,
+        stop=stop or Stop(),
         track=partial(
             tracking,
             settings.track,

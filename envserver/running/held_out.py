@@ -1,10 +1,9 @@
 """Evaluations of a held-out split while a server trains: `--evaluate.*` of `serve`.
 
-In: policy versions as trainers publish them, and requests. Out: for each evaluation a folder as
-`envserver evaluate` writes it, its numbers, and the list of all, in the store. One evaluation runs
-at a time; none of its groups reaches a trainer or an estimate of a task; each says which policy
-versions sampled its rollouts. An evaluation that the end of the server cut off goes on after a
-restart if the version is still the same; otherwise the current version is evaluated.
+Each has a folder as `envserver evaluate` writes it, and an entry in the list in the store. One runs
+at a time; none of its groups reaches a trainer or an estimate of a task; each records which policy
+versions sampled its rollouts. An evaluation cut off by the end of the server resumes if the version
+is still the same; otherwise the current version is evaluated.
 """
 
 from __future__ import annotations
@@ -49,13 +48,10 @@ class HeldOut(msgspec.Struct, kw_only=True):
 
     Args:
         version: the policy version at its start; -1: none was published.
-        folder: where its files are; `envserver evaluate compare` reads it.
         began_at, ended_at: seconds since 1970; 0: not yet.
         results: its numbers, such as `evaluate/math/mean_reward`.
-        rollouts: number of scored rollouts.
-        other_versions: how many of them have tokens that another version sampled.
+        other_versions: number of scored rollouts with tokens that another version sampled.
         sampled_by: number of rollouts by version; `several`: mixed in one rollout; `unknown`.
-        error: why it failed.
     """
 
     version: int
@@ -102,16 +98,13 @@ class Evaluations:
 
     @property
     def busy(self) -> bool:
-        """Whether an evaluation runs or is about to."""
         return not self._idle.is_set()
 
     @property
     def latest(self) -> HeldOut | None:
-        """The last complete evaluation; None before any."""
         return next((one for one in reversed(self._records) if one.state == "complete"), None)
 
     def listed(self) -> list[dict[str, Any]]:
-        """Returns all evaluations, the oldest first."""
         return [msgspec.to_builtins(one) for one in self._records]
 
     def published(self, version: int) -> None:
@@ -147,7 +140,6 @@ class Evaluations:
             _log.warning("evaluation.not_held", why=f"It still runs after {seconds:g} s.")
 
     async def run(self) -> None:
-        """Runs the evaluations that are due or asked for, until it is cancelled."""
         await self._load()
         self.published(self._version)
         while True:
@@ -183,7 +175,6 @@ class Evaluations:
         await self._store.set_value(_KEY, self.listed())
 
     async def _one(self, version: int) -> None:
-        """Runs one evaluation; a failure is reported, and the server goes on."""
         record, again = self._begun(version)
         await self._save()
         _log.info("evaluation.begins", version=version, folder=record.folder)
@@ -249,10 +240,8 @@ class Evaluations:
 
 
 def is_due(version: int, before: Sequence[int], every: int | None) -> bool:
-    """Returns whether `version` is to be evaluated, after the versions `before`.
-
-    The first version is, and then the first at or after each multiple of `every`; None: none is.
-    """
+    """The first version is due, and then the first at or after each multiple of `every`; None:
+    none."""
     if every is None or version < 0:
         return False
     return version // every > max(before, default=-1) // every
@@ -264,7 +253,6 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def _of_training(members: Sequence[Member[MixSettings]], config: HeldOutConfig) -> str:
-    """Returns which environment trains on the split of evaluations; "" if none does."""
     for one in members:
         if config.split == one.spec.settings.env.split:
             name, split = one.share.name, config.split

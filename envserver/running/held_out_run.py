@@ -1,8 +1,4 @@
-"""One evaluation of a held-out split; see `held_out`.
-
-In: the environments of a server, its engine and the settings of its evaluations. Out: a folder as
-`envserver evaluate` writes it, its numbers, and which policy versions sampled its rollouts.
-"""
+"""One evaluation of a held-out split, on the engine of a server; see `held_out`."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ from .mix import Member, RunSpec
 
 
 class Made(msgspec.Struct, frozen=True):
-    """A complete evaluation; fields as in `held_out.HeldOut`."""
-
     results: dict[str, float]
     sampled_by: dict[str, int]
 
@@ -42,11 +36,7 @@ async def evaluated(
     *,
     again: bool,
 ) -> Made:
-    """Runs one evaluation.
-
-    Args:
-        again: it was begun before in this folder; what fits the settings of now is kept.
-    """
+    """`again`: it was begun before in this folder; what fits the settings of now is kept."""
     members = [_member(one, config) for one in served]
     view = View(
         pass_at=config.pass_at,
@@ -95,8 +85,6 @@ class _Rollouts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """The part of a line of a file of groups that is read."""
-
     envserver: _Rollouts
 
 

@@ -16,21 +16,20 @@ from ..http.health import Health, engine_probe
 from ..models.engine import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.episodes import Episodes
-from ..rollouts.events import Event, GroupDelivered, GroupDropped, Observer
+from ..rollouts.events import Event, GroupDelivered, Observer
 from ..rollouts.group import RolloutContext, running_rollouts
 from ..rollouts.ordered import Orders
-from ..rollouts.policy import Bounds
 from ..rollouts.scheduler import Scheduler, Shares, Turns, targets
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
 from ..runners.news import LocalEnvironmentSink
-from ..runners.registry import RunnerRegistry
 from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, Store
-from ..store.demand import Demand, Staleness, StoreOrderSink
-from ..telemetry.numbers import by_key, counter, gauge, single
+from ..store.demand import StoreOrderSink
+from ..telemetry.numbers import by_key, counter, gauge, level, of_each
 from ..trainers.live import EngineSource, FailureLog
-from .bootstrap import BootstrapServer, beside
+from .api_serving import Delivery
+from .bootstrap import BootstrapServer
 from .context import SharedEngine, rollout_context, shared_engine
 from .held_out import Evaluations
 from .judging import JudgeNumbers
@@ -41,8 +40,11 @@ from .metrics import (
     PartsNumbers,
     RolloutNumbers,
     Tally,
+    all_of,
+    warn_of_dropped,
 )
 from .mix import Member, Several, curriculum_of_store, stream_of
+from .stopping import beside
 from .tracking import Tracking
 
 if TYPE_CHECKING:
@@ -50,8 +52,6 @@ if TYPE_CHECKING:
 
 
 class EvaluationNumbers:
-    """Metrics of the last complete evaluation, and how all of them ended."""
-
     def __init__(self, evaluations: Evaluations) -> None:
         self._evaluations = evaluations
 
@@ -68,20 +68,17 @@ class EvaluationNumbers:
                 "envserver_evaluation", "Results of the last evaluation of the held-out split",
                 ("environment", "measure"), values,
             ),
-            gauge(
+            level(
                 "envserver_evaluation_policy_version",
-                "Policy version at the start of the last evaluation, -1 before any", (),
-                single(-1.0 if latest is None else float(latest.version)),
+                "Policy version at the start of the last evaluation, -1 before any",
+                -1 if latest is None else latest.version,
             ),
-            gauge(
+            level(
                 "envserver_evaluation_other_versions",
-                "Rollouts of the last evaluation with tokens of another version", (),
-                single(0.0 if latest is None else float(latest.other_versions)),
+                "Rollouts of the last evaluation with tokens of another version",
+                0 if latest is None else latest.other_versions,
             ),
-            gauge(
-                "envserver_evaluation_running", "1 while an evaluation runs", (),
-                single(float(of.busy)),
-            ),
+            level("envserver_evaluation_running", "1 while an evaluation runs", of.busy),
             counter(
                 "envserver_evaluations", "Evaluations by how they ended; skipped: not begun",
                 ("end",), by_key({end: float(count) for end, count in of.ends.items()}),
@@ -90,8 +87,6 @@ class EvaluationNumbers:
 
 
 class SandboxMachineNumbers:
-    """What this process knows of each machine; see `http.health.Source`."""
-
     def __init__(self, config: SandboxConfig) -> None:
         self._machines: tuple[Machine, ...] = ()
         if config.remote_urls:
@@ -100,29 +95,24 @@ class SandboxMachineNumbers:
             self._machines = machines_at(config.remote_urls)
 
     async def families(self) -> Iterable[Metric]:
-        of = ("machine",)
-        name = "envserver_sandbox_machine"
-        known = [(one, one.load) for one in self._machines]
-        loads = [((one.url,), load) for one, load in known if load is not None and not one.problem]
+        known = [(one.url, one) for one in self._machines]
+        loads = [(url, one.load) for url, one in known if one.load is not None and not one.problem]
+        name, of = "envserver_sandbox_machine", "machine"
         return [
-            gauge(
-                f"{name}_up", "1 while it answers", of,
-                [((one.url,), float(not one.problem)) for one in self._machines],
-            ),
-            gauge(f"{name}_places", "Maximum sandboxes", of,
-                  [(url, float(load.sandboxes)) for url, load in loads]),
-            gauge(f"{name}_open", "Its open sandboxes, of all clients", of,
-                  [(url, float(load.open)) for url, load in loads]),
-            gauge(f"{name}_waiting", "Requests for one, of all clients", of,
-                  [(url, float(load.waiting)) for url, load in loads]),
-            gauge(
-                f"{name}_own", "Sandboxes of this process there, with those that are wanted", of,
-                [((one.url,), float(one.open)) for one in self._machines],
-            ),
+            of_each(gauge, f"{name}_up", "1 while it answers", of, known,
+                    lambda one: not one.problem),
+            of_each(gauge, f"{name}_places", "Maximum sandboxes", of, loads,
+                    lambda load: load.sandboxes),
+            of_each(gauge, f"{name}_open", "Its open sandboxes, of all clients", of, loads,
+                    lambda load: load.open),
+            of_each(gauge, f"{name}_waiting", "Requests for one, of all clients", of, loads,
+                    lambda load: load.waiting),
+            of_each(gauge, f"{name}_own", "Sandboxes of this process there, with those that are "
+                    "wanted", of, known, lambda one: one.open),
             counter(
                 f"{name}_events", "opened: sandboxes; unreachable, lost: failures of the machine",
-                (*of, "event"),
-                [((one.url, event), float(n)) for one in self._machines
+                (of, "event"),
+                [((url, event), float(n)) for url, one in known
                  for event, n in sorted(one.counts.items())],
             ),
         ]  # fmt: skip
@@ -134,14 +124,10 @@ _log = structlog.get_logger("envserver.serve")
 
 
 class Hosted(msgspec.Struct, frozen=True):
-    """The running parts; see their modules."""
-
     room: SharedEngine
     parts: list[RolloutContext]
     auditor: Auditor
-    demand: Demand
-    staleness: Staleness
-    runners: RunnerRegistry
+    delivery: Delivery
     schedulers: Several
     orders: Orders
     episodes: Episodes
@@ -150,37 +136,58 @@ class Hosted(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> int:
-        """The policy version published last; -1 before any."""
         return self.parts[0].proxy.policy_version
 
     def publish(self, version: int) -> None:
-        """Sets the version that the engine serves from now on."""
-        self.staleness.publish(version)
+        self.delivery.publish(version)
         for one in self.parts:
             one.publish_version(version)
         self.evaluations.published(version)
 
     def status(self) -> dict[str, Any]:
-        """The fields that `/v1/status` has in addition to the store's."""
-        return (
-            _status(self.parts, self.schedulers, self.tally)
-            | {
-                "stale_rollouts": self.tally.failures[Stale.kind],
-                "stale_groups": self.tally.drops["stale"] + self.staleness.dropped,
-                "stragglers": self.tally.failures[Straggler.kind],
-                "closed_silent_runs": dict(self.demand.closed_runs),
-            }
-            | {"audit": self.auditor.report(), "ordered": self.orders.snapshot()}
-            | {"teaching": _teaching(self.tally)}
-            | {"open_episodes": self.episodes.open}
-        )
+        tally, first = self.tally, self.parts[0]
+        parts = {one.environment.name: one for one in self.parts}
+        equal = tally.drops["zero_variance"]
+        scored = tally.groups + equal + tally.drops["too_long"] + tally.drops["stale"]
+        return {
+            "environment": ",".join(parts),
+            "model": first.model,
+            "engine": first.proxy.engine_described(),
+            "policy_version": first.proxy.policy_version,
+            "open_groups": self.schedulers.open_groups,
+            "groups_delivered": tally.groups,
+            "groups_dropped": dict(tally.drops),
+            "rollouts_scored": tally.rollouts,
+            "rollouts_lost": tally.lost,
+            "failed_attempts": dict(tally.failures),
+            "flags": dict(tally.flags),
+            "untrained": {name: one.ceiling.report() for name, one in parts.items()},
+            "latest_failure": tally.latest_failure,
+            "mean_reward": tally.rewards.mean,
+            "completion_tokens": tally.completion_tokens,
+            "seconds": tally.seconds,
+            "workers": {name: one.pool.snapshot() for name, one in parts.items()},
+            **({"environments": self.schedulers.delivered()} if len(parts) > 1 else {}),
+            "stale_rollouts": tally.failures[Stale.kind],
+            "stale_groups": tally.drops["stale"] + self.delivery.staleness.dropped,
+            "stragglers": tally.failures[Straggler.kind],
+            **self.delivery.status(),
+            "audit": self.auditor.report(),
+            "ordered": self.orders.snapshot(),
+            "teaching": {
+                "scored_groups": scored,
+                "delivered_groups": tally.groups,
+                "equal_groups_dropped": equal,
+                "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
+            },
+            "open_episodes": self.episodes.open,
+        }
 
 
 @contextlib.asynccontextmanager
 async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
-    """Starts everything that `members` need and shows its metrics at `server`."""
     settings = members[0].spec.settings
     tally, numbers = Tally(), RolloutNumbers()
     async with contextlib.AsyncExitStack() as stack:
@@ -198,25 +205,30 @@ async def hosted(
         curricula = {
             one.environment.name: curriculum
             for one in members
-            if (curriculum := await _curriculum(one, server.store, lambda: host.version))
+            if (
+                curriculum := await curriculum_of_store(
+                    one.environment,
+                    one.spec.settings.curriculum,
+                    server.store,
+                    lambda: host.version,
+                )
+            )
             is not None
         }
-        observe = partial(_observer, tally, numbers, auditor, curricula, server.live.failures)
+        failures = server.live.failures
+        observe = partial(_observer, tally, numbers, auditor, curricula, failures, tracked)
         if tracked is not None:
-            observe = partial(_tracked, observe, tracked)
             tracked.link(f"{server.url}/#/groups/")
         players = PlayedEngine()
         parts = await stack.enter_async_context(
             _machineries(members, room, players, observe, server.health)
         )
         await stack.enter_async_context(auditor)
-        demand = _demand(members, server.store)
-        most_staleness = settings.rollouts.most_staleness
-        runners = RunnerRegistry(
+        delivery = Delivery(
             server.store,
-            demand,
-            silent_after_seconds=settings.server.silent_after_seconds,
-            stretches=most_staleness is None,
+            settings.rollouts,
+            settings.server,
+            smallest_group=_smallest_group(members),
         )
         orders = await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store)))
         episodes = Episodes(parts, players, orders.book, settings.server.openenv_sessions)
@@ -224,11 +236,9 @@ async def hosted(
             room=room,
             parts=parts,
             auditor=auditor,
-            demand=demand,
-            staleness=Staleness(server.store, most_staleness),
-            runners=runners,
+            delivery=delivery,
             schedulers=await _schedulers(
-                members, parts, server.store, demand, runners, curricula, tracked
+                members, parts, server.store, delivery, curricula, tracked
             ),
             orders=orders,
             episodes=await stack.enter_async_context(episodes),
@@ -248,8 +258,7 @@ async def hosted(
             server.metrics.add(source.families)
         server.live.engines += _engines(host)
         server.live.running = partial(running_rollouts, parts)
-        await stack.enter_async_context(beside("stale-groups", host.staleness.run()))
-        await stack.enter_async_context(beside("silent-runs", demand.close_silent_runs()))
+        await stack.enter_async_context(delivery.in_order())
         await stack.enter_async_context(beside("evaluations", host.evaluations.run()))
         yield host
 
@@ -271,15 +280,7 @@ def _no_version() -> int:
 
 
 def loaded_parts(members: Members) -> list[str]:
-    """Returns the parts that must be loaded for each environment, as named in health."""
     return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
-
-
-async def _curriculum(
-    member: Member[MixSettings], store: Store, version: Callable[[], int]
-) -> TaskStream | None:
-    rules = member.spec.settings.curriculum
-    return await curriculum_of_store(member.environment, rules, store, version)
 
 
 def _observer(
@@ -288,43 +289,23 @@ def _observer(
     auditor: Auditor,
     curricula: Mapping[str, TaskStream],
     failures: FailureLog,
+    tracked: Tracking | None,
     environment: str,
 ) -> Observer:
-    count, note = numbers.observer(environment), failures.observer(environment)
-    curriculum = curricula.get(environment)
-
-    def observer(event: Event) -> None:
-        tally(event)
-        count(event)
-        note(event)
-        if curriculum is not None:
-            curriculum.observe(event)
+    def offer(event: Event) -> None:
         if isinstance(event, GroupDelivered):
             for trajectory in event.group.trajectories:
                 auditor.offer(trajectory)
-        elif isinstance(event, GroupDropped) and event.failed:
-            _warn(event, tally)
 
-    return observer
-
-
-def _tracked(observe: Callable[[str], Observer], tracked: Tracking, environment: str) -> Observer:
-    first, then = observe(environment), tracked.observer(environment)
-
-    def observer(event: Event) -> None:
-        first(event)
-        then(event)
-
-    return observer
-
-
-def _warn(event: GroupDropped, tally: Tally) -> None:
-    _log.warning(
-        "group_dropped",
-        group_id=event.group_id,
-        reason=event.reason,
-        message=event.message,
-        latest_failure=tally.failure_of(event.group_id),
+    curriculum = curricula.get(environment)
+    return all_of(
+        tally,
+        numbers.observer(environment),
+        failures.observer(environment),
+        None if curriculum is None else curriculum.observe,
+        offer,
+        warn_of_dropped(tally, _log),
+        None if tracked is None else tracked.observer(environment),
     )
 
 
@@ -361,36 +342,22 @@ def _found(health: Health, environment: str, part: str) -> None:
     health.found(f"{part}:{environment}")
 
 
-def _demand(members: Members, store: Store) -> Demand:
-    rollouts = members[0].spec.settings.rollouts
-    sizes = [
-        min(one.spec.settings.rollouts.min_group_size or size, size)
-        for one in members
-        if (size := one.environment.config.group_size)
-    ]
-    bounds = Bounds(
-        most_groups=rollouts.max_queued_groups,
-        most_batches=rollouts.max_batches_offpolicy,
-        max_staleness=rollouts.most_staleness,
-    )
-    return Demand(
-        store,
-        bounds,
-        smallest_group=min(sizes),
-        silent_run_seconds=rollouts.silent_run_seconds,
-    )
+def _smallest_group(members: Members) -> int:
+    sizes: list[int] = []
+    for one in members:
+        size = one.environment.config.group_size
+        sizes.append(min(one.spec.settings.rollouts.min_group_size or size, size))
+    return min(sizes)
 
 
 async def _schedulers(
     members: Members,
     parts: list[RolloutContext],
     store: Store,
-    demand: Demand,
-    runners: RunnerRegistry,
+    delivery: Delivery,
     curricula: Mapping[str, TaskStream],
     tracked: Tracking | None,
 ) -> Several:
-    """Makes a scheduler for each environment; several take turns."""
     settings = members[0].spec.settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
@@ -408,8 +375,8 @@ async def _schedulers(
         config, name = one.environment.config, one.share.name
         sink = LocalEnvironmentSink(
             store,
-            demand,
-            runners.news,
+            delivery.demand,
+            delivery.runners.news,
             share=one.share,
             prefix=id_prefix(one.environment),
             capacity=settings.rollouts.max_concurrent // config.group_size + 1,
@@ -426,41 +393,3 @@ async def _schedulers(
             lane=turns.lane(name) if len(members) > 1 or total is not None else None,
         )
     return Several(schedulers)
-
-
-def _teaching(tally: Tally) -> dict[str, Any]:
-    equal = tally.drops["zero_variance"]
-    scored = tally.groups + sum(
-        tally.drops[name] for name in ("zero_variance", "too_long", "stale")
-    )
-    return {
-        "scored_groups": scored,
-        "delivered_groups": tally.groups,
-        "equal_groups_dropped": equal,
-        "scored_per_delivered": round(scored / tally.groups, 4) if tally.groups else None,
-    }
-
-
-def _status(all_parts: list[RolloutContext], schedulers: Several, tally: Tally) -> dict[str, Any]:
-    parts = all_parts[0]
-    several = {"environments": schedulers.delivered()} if len(all_parts) > 1 else {}
-    return {
-        "environment": ",".join(one.environment.name for one in all_parts),
-        "model": parts.model,
-        "engine": parts.proxy.engine_described(),
-        "policy_version": parts.proxy.policy_version,
-        "open_groups": schedulers.open_groups,
-        "groups_delivered": tally.groups,
-        "groups_dropped": dict(tally.drops),
-        "rollouts_scored": tally.rollouts,
-        "rollouts_lost": tally.lost,
-        "failed_attempts": dict(tally.failures),
-        "flags": dict(tally.flags),
-        "untrained": {one.environment.name: one.ceiling.report() for one in all_parts},
-        "latest_failure": tally.latest_failure,
-        "mean_reward": tally.rewards.mean,
-        "completion_tokens": tally.completion_tokens,
-        "seconds": tally.seconds,
-        "workers": {one.environment.name: one.pool.snapshot() for one in all_parts},
-        **several,
-    }

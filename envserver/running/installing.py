@@ -1,12 +1,10 @@
 """Installs packages of environments: `envserver env install`, `env list`, `env remove`.
 
-In: a project's folder, a wheel, a git repository, or a name on the hub. Out: a folder of
-`registry.installed`. A package is installed wholly or not at all, nothing that envserver's own
-interpreter has is changed, and every environment of an installed package could be imported.
-
-A package whose dependencies this interpreter satisfies is installed alone and shares it. Any other
-gets a virtual environment with all its dependencies; only envserver itself, and what a worker
-needs of envserver's libraries where the package brings none, comes from this interpreter.
+A package (a folder, a wheel, a git repository, a name on the hub) is installed wholly or not at
+all, and only if all its environments can be imported; envserver's own interpreter is never changed.
+A package whose dependencies this interpreter satisfies shares it. Any other gets a virtual
+environment with its dependencies; only envserver itself, and what a worker needs of its libraries
+where the package brings none, comes from this interpreter.
 """
 
 from __future__ import annotations
@@ -56,13 +54,6 @@ from ..registry.installed import (
 from ..registry.interpreters import variables
 from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 
-# A backend is a virtual environment with the framework in a version of ours, and the packages that
-# environments in it need. An environment is listed only if it could be imported; a new backend is
-# made wholly or not at all.
-
-# Installing changes nothing in envserver's own interpreter, and a package's folder is there wholly
-# or not at all.
-
 _OURS = ("envserver", "envserver-clients")
 _DESCRIBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -85,7 +76,7 @@ def folder_of(package: str) -> Iterator[Path]:
 
 
 def make_venv(place: Path) -> Interpreter:
-    """Makes a virtual environment in `place`, which takes envserver as installed."""
+    """Makes a virtual environment that takes envserver as installed."""
     folder = place / VENV
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
@@ -101,7 +92,6 @@ def make_venv(place: Path) -> Interpreter:
 
 def _claim_ours(site: Path) -> None:
     """Makes pip take envserver as installed and without dependencies: it comes from here.
-
     Its optional dependencies (`envserver[math]`) stay.
     """
     for name in _OURS:
@@ -122,7 +112,6 @@ def _claim_ours(site: Path) -> None:
 def describe(
     references: Sequence[str], python: str, path: Sequence[str], place: Path, failure: str
 ) -> list[Description]:
-    """Imports environments in a process of `python` with `sys.path` `path`."""
     out = place / "described.json"
     words = [python, "-P", "-c", _DESCRIBE, json.dumps(list(path)), str(out), *references]
     run(words, failure)
@@ -160,7 +149,6 @@ def install_environment(
     replace: bool,
     on_progress: Callable[[str], None],
 ) -> Installed:
-    """Adds `SCHEME:REST` to its backend, which is made if there is none."""
     integration = installations.integration(scheme)
     if integration.backend is None:
         raise InputError(
@@ -219,7 +207,6 @@ def _record(backend: Backend, references: list[str], python: Interpreter, source
 
 
 def _as_pip_takes_it(package: str) -> str:
-    """Returns a path that pip does not take for a name, and everything else as it is."""
     path = Path(package).expanduser()
     if path.exists():
         return str(path.resolve())
@@ -232,11 +219,7 @@ def _as_pip_takes_it(package: str) -> str:
 
 
 def forget(one: Installed, name: str) -> Installed:
-    """Takes an environment out of a backend that has others; the packages stay.
-
-    Returns:
-        what is left.
-    """
+    """Takes an environment out of a backend that has others; the packages stay."""
     rest = [each for each in one.environments if each.name != name]
     left = msgspec.structs.replace(one, environments=rest, source=rest[0].name)
     write_record(left)
@@ -248,7 +231,6 @@ HUB = "hub:"
 _GIT = ("git+", "git@", "ssh://")
 
 OnProgress = Callable[[str], None]
-"""Called with what is being done."""
 
 
 class _Wheel(NamedTuple):
@@ -272,12 +254,9 @@ def install(
     """Installs a package of environments, or an environment of another framework.
 
     Args:
-        source: a project's folder, a wheel, `git+https://...[@revision]` or another address of a
-            git repository, `hub:owner/name[@revision]`, or `SCHEME:NAME`.
-        packages: with `SCHEME:NAME`: what is installed beside the framework: paths, wheels,
-            requirements.
+        source: a folder, a wheel, a git address, `hub:owner/name[@revision]`, or `SCHEME:NAME`.
+        packages: with `SCHEME:NAME`: paths, wheels, requirements beside the framework.
         interpreter: auto: its own one if its dependencies ask for it.
-        replace: an installed package of that name is removed first.
     """
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
@@ -300,11 +279,19 @@ def install(
         own = interpreter == "own" or (interpreter == "auto" and bool(unmet))
         if own and unmet:
             on_progress(f"{wheel.package} gets its own virtual environment: {', '.join(unmet)}")
+        cannot = f"{wheel.package} {wheel.version} cannot be installed"
+        python: Interpreter | None = None
         with folder_of(wheel.package) as place:
-            python = _into_venv(wheel, place) if own else None
-            if python is None:
-                _into_packages(wheel, place)
-            described = _described(wheel, place, python)
+            if own:
+                python = make_venv(place)
+                pip("--python", python.executable, "install", wheel.path, failure=cannot)
+                executable, path = python.executable, python.search_path
+            else:
+                target = place / PACKAGES
+                pip("install", "--no-deps", "--target", target, wheel.path, failure=cannot)
+                executable, path = sys.executable, [*filter(None, sys.path), str(target)]
+            unusable = f"{wheel.package} cannot be used"
+            described = describe(wheel.names, executable, path, place, unusable)
             one = Installed(
                 package=wheel.package,
                 version=wheel.version,
@@ -312,14 +299,17 @@ def install(
                 environments=described,
                 interpreter=python,
             )
-            _check_usable(one)
+            if python is not None:
+                from ..registry.hosted import hosted_class
+
+                for each in described:
+                    hosted_class(one, each)
             (place / MANIFEST).write_text(_manifest(wheel, described))
             write_record(one)
     return one
 
 
 def remove(name: str) -> Installed:
-    """Removes an installed package, named by itself or by one of its environments."""
     found = installed()
     for one in found:
         if name in one.names and installations.split(name) is not None and len(one.names) > 1:
@@ -439,33 +429,6 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
     return found
 
 
-def _into_packages(wheel: _Wheel, place: Path) -> None:
-    target = place / PACKAGES
-    pip("install", "--no-deps", "--target", target, wheel.path, failure=_cannot(wheel))
-
-
-def _into_venv(wheel: _Wheel, place: Path) -> Interpreter:
-    python = make_venv(place)
-    pip("--python", python.executable, "install", wheel.path, failure=_cannot(wheel))
-    return python
-
-
-def _described(wheel: _Wheel, place: Path, own: Interpreter | None) -> list[Description]:
-    if own is None:
-        python, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
-    else:
-        python, path = own.executable, own.search_path
-    return describe(wheel.names, python, path, place, f"{wheel.package} cannot be used")
-
-
-def _check_usable(one: Installed) -> None:
-    if one.interpreter is not None:
-        from ..registry.hosted import hosted_class
-
-        for described in one.environments:
-            hosted_class(one, described)
-
-
 def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
     place = f"{MANIFEST} of {wheel.package}"
     written = read_manifests(wheel.manifest, place)
@@ -485,10 +448,6 @@ def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
     )
 
 
-def _cannot(wheel: _Wheel) -> str:
-    return f"{wheel.package} {wheel.version} cannot be installed"
-
-
 CARD = "README.md"
 _LEFT_OUT = re.compile(r"__pycache__|build|dist|node_modules|venv|.*\.egg-info|\..*")
 _KEYS = re.compile(r".*\.(pem|key|p12|pfx)|id_(rsa|ed25519|ecdsa)|credentials.*|secrets?\..*")
@@ -497,14 +456,8 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def prepare(project: Path, to: str, folder: Path) -> list[Manifest]:
-    """Copies what is shared of `project` to `folder`.
-
-    Args:
-        project: with a pyproject.toml, and an `environment.yaml` there or in the package.
-        to: OWNER/NAME on the hub.
-
-    Returns:
-        The manifests of its environments.
+    """Copies what is shared of `project` to `folder`; returns the manifests of its environments.
+    `to`: OWNER/NAME on the hub.
     """
     if not _NAME.fullmatch(to):
         raise ConfigError(f"{to!r} is not a name on the hub.", hint="--to OWNER/NAME")
@@ -580,7 +533,6 @@ def _manifests(project: Path, files: list[Path], facts: dict[str, Any]) -> list[
 
 
 def _described_project(facts: dict[str, Any]) -> dict[str, Description]:
-    """Returns what is known of the environments here, if this version is installed."""
     package, version = canonicalize_name(facts.get("name", "")), facts.get("version")
     for one in installed():
         if one.package == package and one.version == version:

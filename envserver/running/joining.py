@@ -1,9 +1,8 @@
 """The work of `envserver join`: makes groups of an environment for a remote server.
 
-In: an environment and the server's URL. Out: groups, posted to the server, by the same scheduler,
-workers, proxy and scorer as in `serve`. The server says how many groups may be open, which policy
-the engine serves and when its weights change. A group counts as delivered when the server has it on
-disk; a restarted runner continues its own stream.
+The server says how many groups may be open, which policy the engine serves and when its weights
+change. A group counts as delivered when the server has it on disk; a restarted runner continues its
+own stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from envserver_records.waiting import cancel_and_wait
 from ..environment import Environment
 from ..models.replicas import Registration as KnownEngine
 from ..rollouts.agents import check_sampling
-from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, RolloutScored
+from ..rollouts.events import Event, RolloutFailed, RolloutScored
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest, group_requests
@@ -44,7 +43,7 @@ from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
 from ..version import __version__
 from .context import SharedEngine, rollout_context, shared_engine
-from .metrics import Tally
+from .metrics import Tally, all_of, warn_of_dropped
 from .mix import MOST_ESTIMATES, Book, RunSpec, has_curriculum
 from .run_settings import JoinSettings
 from .stopping import Ending, Stop, run_until_stopped
@@ -55,21 +54,18 @@ Spec = RunSpec[JoinSettings]
 
 
 class Runner:
-    """A runner that the server knows; made by `joined`."""
-
     def __init__(self, welcome: Welcome, link: Link, scheduler: Scheduler, tally: Tally) -> None:
         self.seed, self.stored, self.tally = welcome.seed, welcome.stored, tally
         self._link = link
         self._scheduler = scheduler
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
-        """Makes groups until stopped, dismissed, or the wanted number is reached."""
         work = _work(self._scheduler, self._link)
         return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
 
 
 def identity(spec: Spec) -> contextlib.AbstractContextManager[Identity]:
-    """Holds the runner's name and secret while the context is open; see `held_identity`."""
+    """Holds the runner's name and secret."""
     settings = spec.settings
     default = default_name(spec.environment_class.name)
     if given := settings.instance.get_secret_value():
@@ -79,10 +75,7 @@ def identity(spec: Spec) -> contextlib.AbstractContextManager[Identity]:
 
 @contextlib.asynccontextmanager
 async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
-    """Registers at the server and starts what the environment needs.
-
-    Waits until the server can be reached.
-    """
+    """Registers at the server, waiting until it can be reached."""
     settings, gate = spec.settings, RunnerGate()
     link = Link(
         settings.url,
@@ -107,7 +100,11 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
                 settings,
                 environment,
                 spec.reference,
-                observer=_observer(tally, book),
+                observer=all_of(
+                    tally,
+                    None if book is None else book.observe,
+                    warn_of_dropped(tally, _log),
+                ),
                 need_engine=False,
                 need_exact=True,
                 drop_zero_variance=environment.config.ensure_scores_are_not_same is not False,
@@ -122,7 +119,6 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
 
 
 def tls_of(settings: JoinSettings) -> ssl.SSLContext | None:
-    """Returns the TLS settings of the link; None: those of this machine."""
     for url in server_urls(settings.url):
         parts = urlsplit(url)
         is_plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
@@ -161,7 +157,7 @@ def _registration(spec: Spec, identity: Identity) -> Registration:
 
 
 def _with_seed(spec: Spec, seed: int) -> Spec:
-    """Returns `spec` with the seed from the server, so that no two runners make the same groups."""
+    """So that no two runners make the same groups."""
     config = spec.settings.env.model_copy(update={"seed": seed})
     return dataclasses.replace(spec, settings=spec.settings.model_copy(update={"env": config}))
 
@@ -188,27 +184,9 @@ async def _book(
 
 
 def _known(link: Link) -> Callable[[list[str]], set[str]]:
-    """Returns a function that asks the server which group ids it has; called in the task-reading
-    thread."""
+    """The result is called in the thread that reads tasks."""
     loop = asyncio.get_running_loop()
     return lambda ids: asyncio.run_coroutine_threadsafe(link.known(ids), loop).result()
-
-
-def _observer(tally: Tally, book: Book | None) -> Observer:
-    def observe(event: Event) -> None:
-        tally(event)
-        if book is not None:
-            book.observe(event)
-        if isinstance(event, GroupDropped) and event.failed:
-            _log.warning(
-                "group_dropped",
-                group_id=event.group_id,
-                reason=event.reason,
-                message=event.message,
-                latest_failure=tally.failure_of(event.group_id),
-            )
-
-    return observe
 
 
 def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
@@ -260,8 +238,7 @@ def _hears_engines(settings: JoinSettings) -> bool:
     return not settings.openai.base_urls if wanted is None else wanted
 
 
-def _not_yet(engines: Sequence[ToldEngine]) -> None:
-    """Hears of engines before the runner has begun its heartbeats, which cannot be."""
+def _not_yet(engines: Sequence[ToldEngine]) -> None: ...
 
 
 def _follow_engines(link: Link, shared: SharedEngine) -> None:
@@ -276,7 +253,6 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
 
 
 def calls_waiting(parts: RolloutContext) -> int:
-    """Returns how many calls wait because the engine has enough."""
     return sum(one.waiting for one in parts.engine.replicas())
 
 
@@ -292,8 +268,6 @@ async def _work(scheduler: Scheduler, link: Link) -> None:
 
 
 class DealtRunner:
-    """A runner that makes what it is dealt; made by `dealt_runner`."""
-
     def __init__(
         self, name: str, link: DealtLink, context: RolloutContext, events: _Events
     ) -> None:
@@ -311,7 +285,6 @@ class DealtRunner:
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are being made or sent."""
         return len(self._held)
 
     def drain(self) -> None:
@@ -319,7 +292,6 @@ class DealtRunner:
         self._ended.set()
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
-        """Makes groups until stopped or dismissed."""
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 
     async def _run(self) -> None:
@@ -387,26 +359,23 @@ class _Events:
     """Keeps the events of rollouts until their group is sent."""
 
     def __init__(self) -> None:
-        self._scored: dict[str, list[RolloutScored]] = {}
-        self._failed: dict[str, list[RolloutFailed]] = {}
+        self._of: dict[str, tuple[list[RolloutScored], list[RolloutFailed]]] = {}
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, RolloutScored):
-            self._scored.setdefault(event.group_id, []).append(event)
+            self.of(event.group_id)[0].append(event)
         elif isinstance(event, RolloutFailed):
-            self._failed.setdefault(event.group_id, []).append(event)
+            self.of(event.group_id)[1].append(event)
 
     def of(self, group_id: str) -> tuple[list[RolloutScored], list[RolloutFailed]]:
-        return self._scored.get(group_id, []), self._failed.get(group_id, [])
+        return self._of.setdefault(group_id, ([], []))
 
     def forget(self, group_id: str) -> None:
-        self._scored.pop(group_id, None)
-        self._failed.pop(group_id, None)
+        self._of.pop(group_id, None)
 
 
 @contextlib.asynccontextmanager
 async def dealt_runner(spec: Spec) -> AsyncIterator[DealtRunner]:
-    """Reaches the server, and starts what the environment needs."""
     settings, events = spec.settings, _Events()
     token = settings.token.get_secret_value()
     with identity(spec) as held:

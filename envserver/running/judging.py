@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from ..judges.server import JudgeServer
 from ..settings.config import OpenAIConfig
 from ..settings.runs import JudgeConfig
-from ..telemetry.numbers import by_key, counter
+from ..telemetry.numbers import by_key, counter, single
 from ..telemetry.redaction import counted
 
 CACHE_NAME = "judge.db"
@@ -22,7 +22,6 @@ _SCORERS = 8
 
 @contextlib.asynccontextmanager
 async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServer | None]:
-    """Opens the judge for the block; None if none is set."""
     if config.base_url is None:
         yield None
         return
@@ -43,12 +42,12 @@ async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServ
 
 
 def kept_answers(config: JudgeConfig) -> JudgeConfig:
-    """Returns `config` with a cache in `data`, for an output that is not kept."""
+    """For an output that is not kept."""
     return config.model_copy(update={"cache": config.cache or Path("data", CACHE_NAME)})
 
 
 def folder_of(place: str) -> Path:
-    """Returns the folder of a file, or of a store; `data` for a database on another machine."""
+    """`data` for a database on another machine."""
     return Path("data") if "://" in place else Path(place).parent
 
 
@@ -61,14 +60,12 @@ def beside_source(sources: Sequence[str], otherwise: Path) -> Path:
 
 
 def scorer_processes(wanted: int, config: JudgeConfig) -> int:
-    """Returns how many scorers to start: more with a judge, since each waits for its answers."""
     if config.base_url is None:
         return wanted
     return max(wanted, min(_SCORERS, config.max_concurrent))
 
 
 def judge_line(judge: JudgeServer) -> str:
-    """Returns what the judge was asked and what it cost, in one line."""
     counts = judge.counts
     parts = [
         f"Judge: {counted(counts.calls, 'call')} ({counts.cached} from {judge.cache_path}"
@@ -83,29 +80,24 @@ def judge_line(judge: JudgeServer) -> str:
 
 
 class JudgeNumbers:
-    """Metrics of the judge; their families are empty without one."""
-
     def __init__(self, judge: JudgeServer | None) -> None:
         self._judge = judge
 
     async def families(self) -> Iterable[Metric]:
-        asked, tokens = dict[str, float](), dict[str, float]()
-        again, cost = list[tuple[tuple[str, ...], float]](), list[tuple[tuple[str, ...], float]]()
+        ends, tokens = dict[str, float](), dict[str, float]()
+        again, cost = list[tuple[tuple[str, ...], float]](), dict[str, float]()
         if (judge := self._judge) is not None:
             counts = judge.counts
-            asked = {
-                "engine": counts.calls - counts.cached,
-                "cache": counts.cached,
-                "failed": counts.failed,
-            }
+            cached = counts.cached
+            ends = {"engine": counts.calls - cached, "cache": cached, "failed": counts.failed}
             tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
-            again = [((), float(counts.again))]
+            again = single(counts.again)
             if (paid := _cost(judge)) is not None:
-                cost = [((judge.config.currency,), paid)]
+                cost = {judge.config.currency: paid}
         return [
             counter(
                 "envserver_judge_calls", "Calls to the judge by what answered them", ("end",),
-                by_key(asked),
+                by_key(ends),
             ),
             counter(
                 "envserver_judge_again", "Calls repeated because an answer could not be read", (),
@@ -114,20 +106,23 @@ class JudgeNumbers:
             counter(
                 "envserver_judge_tokens", "Tokens of the judge's engine", ("kind",), by_key(tokens)
             ),
-            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",), cost),
+            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",),
+                    by_key(cost)),
         ]  # fmt: skip
 
 
-def judge_prices(config: JudgeConfig) -> Prices | None:
-    """Returns the prices of the judge's model, if they are set."""
-    if config.prompt_price is None or config.completion_price is None:
+def prices_of(
+    prompt: float | None, completion: float | None, currency: str, source: str
+) -> Prices | None:
+    """None unless both prices are known."""
+    if prompt is None or completion is None:
         return None
-    return Prices(
-        prompt=config.prompt_price,
-        completion=config.completion_price,
-        currency=config.currency,
-        source="--judge.prompt_price",
-    )
+    return Prices(prompt=prompt, completion=completion, currency=currency, source=source)
+
+
+def judge_prices(config: JudgeConfig) -> Prices | None:
+    prices = config.prompt_price, config.completion_price
+    return prices_of(*prices, config.currency, "--judge.prompt_price")
 
 
 def _cost(judge: JudgeServer) -> float | None:

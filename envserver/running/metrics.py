@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
+import structlog
 from envserver_records.costs import Cost, added
 from envserver_records.records import Group, Usage
 from envserver_records.tasks import UNIT_RANGE, RewardRange, Score
@@ -42,7 +43,8 @@ from ..telemetry.numbers import (
     counter,
     gauge,
     histogram,
-    single,
+    level,
+    of_each,
 )
 
 if TYPE_CHECKING:
@@ -53,168 +55,145 @@ if TYPE_CHECKING:
 
 
 _REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
-_DEVIATIONS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(6))
 _TURNS: Final = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 32.0, 64.0, 128.0)
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MOST_RUNS: Final = 100
-"""Maximum number of runs shown by name; the rest are summed as `other`."""
 _MOST_REASONS: Final = 20
-"""Maximum number of reasons shown; trainers may send any text as a reason."""
+"""Trainers may send any text as a reason."""
 _MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
+
+
+_OF: Final = ("environment",)
+_COUNTED: Final = {
+    "rollouts": ("Finished rollouts by outcome", (*_OF, "end")),
+    "failed_attempts": ("Failed attempts", (*_OF, "kind")),
+    "reward_points": (
+        "Sum of the positive, or of the negative, rewards in delivered groups",
+        (*_OF, "agent", "sign"),
+    ),
+    "groups_equal": ("Groups, delivered or not, whose rewards are all equal", _OF),
+    "tokens": ("Tokens of scored rollouts", (*_OF, "kind")),
+    "tokens_cost": ("Cost of the tokens of scored rollouts", (*_OF, "currency")),
+    "groups_delivered": ("Groups made durable", _OF),
+    "groups_dropped": ("Groups not delivered", (*_OF, "reason")),
+    "groups_alike": (
+        "Groups whose rollouts all say the same, or whose rewards are all at a bound",
+        (*_OF, "alike"),
+    ),
+    "flags": ("Rollouts by flag of their tokens", ("flag",)),
+    "untrained_tokens": ("Sampled tokens that flags mask or drop", (*_OF, "flag")),
+}
+_SPREAD: Final = {
+    "reward": ("Rewards in delivered groups", (*_OF, "agent"), _REWARDS),
+    "group_deviation": (
+        "Standard deviation of the rewards of a delivered group",
+        _OF,
+        tuple(round(0.1 * tenth, 1) for tenth in range(6)),
+    ),
+    "rollout_seconds": ("From start to result", _OF, SECONDS),
+    "rollout_turns": ("Turns of a scored rollout", _OF, _TURNS),
+}
 
 
 class RolloutNumbers:
     """Counts over the events of rollouts, by environment."""
 
     def __init__(self) -> None:
-        self._ends = Counts()
-        self._failures = Counts()
-        self._rewards = Labelled(_REWARDS)
-        self._points = Counts()
-        self._deviations = Labelled(_DEVIATIONS)
-        self._seconds = Labelled(SECONDS)
-        self._turns = Labelled(_TURNS)
-        self._tokens = Counts()
-        self._costs = Counts()
-        self._delivered = Counts()
-        self._dropped = Counts()
-        self._equal = Counts()
-        self._alike = Counts()
-        self._flags = Counts()
-        self._untrained = Counts()
+        self._counts = {name: Counts() for name in _COUNTED}
+        self._spread = {name: Labelled(bounds) for name, (*_, bounds) in _SPREAD.items()}
 
     def observer(self, environment: str) -> Observer:
-        self._delivered.add((environment,), 0)
+        self._add("groups_delivered", environment, count=0)
         return partial(self._observe, environment)
+
+    def _add(self, name: str, *labels: str, count: float = 1) -> None:
+        self._counts[name].add(labels, count)
 
     def _observe(self, environment: str, event: Event) -> None:
         if isinstance(event, RolloutScored):
             self._scored(environment, event)
         elif isinstance(event, RolloutFailed):
             kind = event.failure.kind
-            self._failures.add((environment, kind))
+            self._add("failed_attempts", environment, kind)
             if event.final:
-                self._ends.add((environment, "stale" if kind == "stale" else "lost"))
+                self._add("rollouts", environment, "stale" if kind == "stale" else "lost")
         elif isinstance(event, GroupDelivered):
-            self._delivered.add((environment,))
+            self._add("groups_delivered", environment)
             trajectories = event.group.trajectories
             self._add_alike(environment, alike(event.group))
             for trajectory in trajectories:
                 self._rewarded(environment, trajectory.score)
             rewards = [one.score.reward for one in trajectories if one.score.reward is not None]
             if len(rewards) > 1:
-                self._deviations.add((environment,), pstdev(rewards))
-                self._equal.add((environment,), all_equal(trajectories))
+                self._spread["group_deviation"].add((environment,), pstdev(rewards))
+                self._add("groups_equal", environment, count=all_equal(trajectories))
         elif isinstance(event, GroupDropped):
-            self._dropped.add((environment, event.reason))
-            self._equal.add((environment,), event.reason == "zero_variance")
+            self._add("groups_dropped", environment, event.reason)
+            self._add("groups_equal", environment, count=event.reason == "zero_variance")
             self._add_alike(environment, event.alike)
 
     def _add_alike(self, environment: str, found: Sequence[str]) -> None:
         for what in found:
-            self._alike.add((environment, what))
+            self._add("groups_alike", environment, what)
 
     def _scored(self, environment: str, event: RolloutScored) -> None:
         end = f"limit_{event.limit}" if event.limit else "scored"
-        self._ends.add((environment, end if event.scorable else "unscorable"))
-        self._tokens.add((environment, "prompt"), event.prompt_tokens)
-        self._tokens.add((environment, "completion"), event.completion_tokens)
-        self._seconds.add((environment,), event.seconds)
-        self._turns.add((environment,), event.turns)
+        self._add("rollouts", environment, end if event.scorable else "unscorable")
+        self._add("tokens", environment, "prompt", count=event.prompt_tokens)
+        self._add("tokens", environment, "completion", count=event.completion_tokens)
+        self._spread["rollout_seconds"].add((environment,), event.seconds)
+        self._spread["rollout_turns"].add((environment,), event.turns)
         cost = event.usage.cost if event.usage is not None else None
         if cost is not None and cost.models:
-            self._costs.add((environment, cost.currency), sum(cost.models.values()))
+            total = sum(cost.models.values())
+            self._add("tokens_cost", environment, cost.currency, count=total)
         for flag in event.flags:
-            self._flags.add((flag,))
+            self._add("flags", flag)
         for flag, count in event.untrained.by_flag.items():
-            self._untrained.add((environment, flag), count)
+            self._add("untrained_tokens", environment, flag, count=count)
 
     def _rewarded(self, environment: str, score: Score) -> None:
-        """Counts the reward of each agent; a score can name declared agents only."""
+        """A score can name declared agents only."""
         if score.reward is None:
             return
         for agent, reward in (score.rewards or {"": score.reward}).items():
-            self._rewards.add((environment, agent), reward)
-            self._points.add((environment, agent, "positive"), max(reward, 0.0))
-            self._points.add((environment, agent, "negative"), max(-reward, 0.0))
+            self._spread["reward"].add((environment, agent), reward)
+            self._add("reward_points", environment, agent, "positive", count=max(reward, 0.0))
+            self._add("reward_points", environment, agent, "negative", count=max(-reward, 0.0))
 
     async def families(self) -> Iterable[Metric]:
-        of = ("environment",)
-        return [
-            counter("envserver_rollouts", "Finished rollouts by outcome", (*of, "end"), self._ends),
-            counter(
-                "envserver_failed_attempts", "Failed attempts", (*of, "kind"), self._failures
-            ),
-            histogram(
-                "envserver_reward", "Rewards in delivered groups", (*of, "agent"), self._rewards
-            ),
-            counter(
-                "envserver_reward_points", "Sum of the positive, or of the negative, rewards in "
-                "delivered groups", (*of, "agent", "sign"), self._points,
-            ),
-            histogram(
-                "envserver_group_deviation", "Standard deviation of the rewards of a delivered "
-                "group", of, self._deviations,
-            ),
-            counter(
-                "envserver_groups_equal", "Groups, delivered or not, whose rewards are all equal",
-                of, self._equal,
-            ),
-            histogram("envserver_rollout_seconds", "From start to result", of, self._seconds),
-            histogram("envserver_rollout_turns", "Turns of a scored rollout", of, self._turns),
-            counter("envserver_tokens", "Tokens of scored rollouts", (*of, "kind"), self._tokens),
-            counter(
-                "envserver_tokens_cost", "Cost of the tokens of scored rollouts",
-                (*of, "currency"), self._costs,
-            ),
-            counter("envserver_groups_delivered", "Groups made durable", of, self._delivered),
-            counter(
-                "envserver_groups_dropped", "Groups not delivered", (*of, "reason"), self._dropped
-            ),
-            counter(
-                "envserver_groups_alike",
-                "Groups whose rollouts all say the same, or whose rewards are all at a bound",
-                (*of, "alike"), self._alike,
-            ),
-            counter(
-                "envserver_flags", "Rollouts by flag of their tokens", ("flag",),
-                self._flags,
-            ),
-            counter(
-                "envserver_untrained_tokens", "Sampled tokens that flags mask or drop",
-                (*of, "flag"), self._untrained,
-            ),
-        ]  # fmt: skip
+        counts = [
+            counter(f"envserver_{name}", words, labels, self._counts[name])
+            for name, (words, labels) in _COUNTED.items()
+        ]
+        spread = [
+            histogram(f"envserver_{name}", words, labels, self._spread[name])
+            for name, (words, labels, _) in _SPREAD.items()
+        ]
+        return [*counts, *spread]
 
 
 class CurriculumNumbers:
-    """Metrics of the task streams of environments that have a curriculum."""
-
     def __init__(self, curricula: Mapping[str, TaskStream]) -> None:
         self._curricula = curricula
 
     async def families(self) -> Iterable[Metric]:
-        of, each = ("environment",), sorted(self._curricula.items())
-        shares = [(name, one.solved_share()) for name, one in each]
+        each = sorted(self._curricula.items())
+        known = [(name, share) for name, one in each if (share := one.solved_share()) is not None]
+        of = "environment"
         return [
-            counter(
-                "envserver_groups_again", "Groups of tasks re-sampled by the curriculum", of,
-                [((name,), float(one.came_again)) for name, one in each],
-            ),
-            counter(
-                "envserver_tasks_passed_over", "Tasks skipped as solved too often or never", of,
-                [((name,), float(one.passed_over)) for name, one in each],
-            ),
-            gauge(
-                "envserver_tasks_remembered", "Tasks that the curriculum may re-sample", of,
-                [((name,), float(one.remembered)) for name, one in each],
-            ),
-            gauge(
-                "envserver_tasks_solved_share",
-                "Share of recently scored tasks solved more often than not", of,
-                [((name,), share) for name, share in shares if share is not None],
-            ),
+            of_each(counter, "envserver_groups_again",
+                    "Groups of tasks re-sampled by the curriculum", of, each,
+                    lambda one: one.came_again),
+            of_each(counter, "envserver_tasks_passed_over",
+                    "Tasks skipped as solved too often or never", of, each,
+                    lambda one: one.passed_over),
+            of_each(gauge, "envserver_tasks_remembered",
+                    "Tasks that the curriculum may re-sample", of, each,
+                    lambda one: one.remembered),
+            of_each(gauge, "envserver_tasks_solved_share",
+                    "Share of recently scored tasks solved more often than not", of, known, float),
         ]  # fmt: skip
 
 
@@ -228,49 +207,33 @@ class EngineNumbers:
 
     async def families(self) -> Iterable[Metric]:
         engine, gate = self._engine, self._gate
-        replicas = engine.replicas()
-        standings = Counter(one.standing for one in replicas)
-        of = ("replica",)
+        replicas = [(one.base_url, one) for one in engine.replicas()]
+        standings = Counter(one.standing for _, one in replicas)
+
+        def each(name: str, words: str, value: Callable[[ReplicaHealth], float]) -> Metric:
+            return of_each(gauge, f"envserver_replica_{name}", words, "replica", replicas, value)
+
         return [
             histogram(
-                "envserver_engine_seconds", "Duration of answered calls", ("path",),
-                engine.seconds,
+                "envserver_engine_seconds", "Duration of answered calls", ("path",), engine.seconds
             ),
             counter("envserver_engine_errors", "Calls that failed", ("kind",), engine.errors),
-            gauge("envserver_engine_calls", "Calls not answered yet", (), single(engine.in_flight)),
-            gauge(
-                "envserver_calls_at_engine", "Agents' calls in flight", (), single(gate.in_flight)
+            level("envserver_engine_calls", "Calls not answered yet", engine.in_flight),
+            level("envserver_calls_at_engine", "Agents' calls in flight", gate.in_flight),
+            level("envserver_calls_waiting", "Calls held by a pause", gate.waiting),
+            level("envserver_paused", "1 while calls are paused", gate.paused),
+            level(
+                "envserver_policy_version", "Last published version, -1 before any", self._version()
             ),
-            gauge("envserver_calls_waiting", "Calls held by a pause", (), single(gate.waiting)),
-            gauge("envserver_paused", "1 while calls are paused", (), single(gate.paused)),
-            gauge(
-                "envserver_policy_version", "Last published version, -1 before any", (),
-                single(self._version()),
-            ),
-            gauge(
-                "envserver_replica_calls", "Calls in flight at this replica", of,
-                [((one.base_url,), float(one.in_flight)) for one in replicas],
-            ),
-            gauge(
-                "envserver_replica_limit", "Maximum number of calls in flight at this replica", of,
-                [((one.base_url,), float(one.limit)) for one in replicas],
-            ),
-            gauge(
-                "envserver_replica_waiting", "Calls waiting for this replica", of,
-                [((one.base_url,), float(one.waiting)) for one in replicas],
-            ),
-            gauge(
-                "envserver_replica_breaker", "0: used, 1: on trial, 2: set aside", of,
-                [((one.base_url,), _BREAKER[one.state]) for one in replicas],
-            ),
+            each("calls", "Calls in flight at this replica", lambda one: one.in_flight),
+            each("limit", "Maximum number of calls in flight at this replica",
+                 lambda one: one.limit),
+            each("waiting", "Calls waiting for this replica", lambda one: one.waiting),
+            each("breaker", "0: used, 1: on trial, 2: set aside", lambda one: _BREAKER[one.state]),
+            each("version", "Policy version of its weights, -1 if not known", self._version_of),
             gauge(
                 "envserver_replica_standing", "1 for how this replica is used",
-                (*of, "standing"),
-                [((one.base_url, one.standing), 1.0) for one in replicas],
-            ),
-            gauge(
-                "envserver_replica_version", "Policy version of its weights, -1 if not known", of,
-                [((one.base_url,), float(self._version_of(one))) for one in replicas],
+                ("replica", "standing"), [((url, one.standing), 1.0) for url, one in replicas],
             ),
             gauge(
                 "envserver_engines", "Replicas by how they are used", ("standing",),
@@ -290,54 +253,51 @@ class PartsNumbers:
         self._parts = parts
 
     async def families(self) -> Iterable[Metric]:
+        of = "environment"
+        parts = [(one.environment.name, one) for one in self._parts]
+        pools = [(name, one.pool.snapshot()) for name, one in parts]
+        outside = [(name, out) for name, one in parts if (out := one.proxy.egress) is not None]
         services: Counter[str] = Counter()
-        added, alive, running, restarts, deaths, sandboxes = [], [], [], [], [], []
-        connections, refused, untrained = [], [], []
-        egress, egress_bytes = [], []
-        for one in self._parts:
-            name, seen = one.environment.name, one.pool.snapshot()
+        for _, one in parts:
             services.update(one.proxy.services.counts())
-            added.append(((name,), one.proxy.added_seconds))
-            alive.append(((name,), float(seen["processes"])))
-            running.append(((name,), float(seen["running"])))
-            restarts.append(((name,), float(seen["restarts"])))
-            deaths += [((name, kind), float(n)) for kind, n in sorted(seen["deaths"].items())]
-            sandboxes.append(((name,), float(one.proxy.open_sandboxes)))
-            untrained.append(((name,), one.ceiling.window.share))
-            totals = one.proxy.totals
-            connections.append(((name,), float(totals.connections)))
-            refused += [((name, bound), float(n)) for bound, n in sorted(totals.refused.items())]
-            if (out := one.proxy.egress) is not None:
-                egress += [((name, end), float(n)) for end, n in sorted(out.counts.items())]
-                egress_bytes.append(((name,), float(out.bytes)))
-        of = ("environment",)
+
+        def kinds(
+            name: str, words: str, label: str, counts: Iterable[tuple[str, Mapping[Any, int]]]
+        ) -> Metric:
+            values = [
+                ((environment, kind), float(count))
+                for environment, by_kind in counts
+                for kind, count in sorted(by_kind.items())
+            ]
+            return counter(f"envserver_{name}", words, (of, label), values)
+
         return [
             histogram(
                 "envserver_proxy_added_seconds",
-                "Proxy time of answered calls, without the engine's (no streams)", of, added,
+                "Proxy time of answered calls, without the engine's (no streams)", (of,),
+                [((name,), one.proxy.added_seconds) for name, one in parts],
             ),
-            gauge("envserver_proxy_connections", "Open connections of agents", of, connections),
-            counter(
-                "envserver_proxy_refused",
-                "What was refused to agents over a bound of one rollout", (*of, "bound"), refused,
-            ),
-            counter(
-                "envserver_egress_requests",
-                "Requests of agents to hosts outside by how they ended", (*of, "end"), egress,
-            ),
-            counter(
-                "envserver_egress_bytes", "Bytes to and from hosts outside", of, egress_bytes
-            ),
-            gauge(
-                "envserver_untrained_share",
-                "Share of the sampled tokens of the latest groups that flags mask or drop",
-                of, untrained,
-            ),
-            gauge("envserver_workers", "Worker processes alive", of, alive),
-            gauge("envserver_rollouts_running", "Rollouts in workers", of, running),
-            counter("envserver_worker_restarts", "Workers replaced", of, restarts),
-            counter("envserver_worker_deaths", "Worker deaths by kind", (*of, "kind"), deaths),
-            gauge("envserver_sandboxes", "Open sandboxes of agents", of, sandboxes),
+            of_each(gauge, "envserver_proxy_connections", "Open connections of agents", of, parts,
+                    lambda one: one.proxy.totals.connections),
+            kinds("proxy_refused", "What was refused to agents over a bound of one rollout",
+                  "bound", ((name, one.proxy.totals.refused) for name, one in parts)),
+            kinds("egress_requests", "Requests of agents to hosts outside by how they ended",
+                  "end", ((name, out.counts) for name, out in outside)),
+            of_each(counter, "envserver_egress_bytes", "Bytes to and from hosts outside", of,
+                    outside, lambda out: out.bytes),
+            of_each(gauge, "envserver_untrained_share",
+                    "Share of the sampled tokens of the latest groups that flags mask or drop",
+                    of, parts, lambda one: one.ceiling.window.share),
+            of_each(gauge, "envserver_workers", "Worker processes alive", of, pools,
+                    lambda pool: pool["processes"]),
+            of_each(gauge, "envserver_rollouts_running", "Rollouts in workers", of, pools,
+                    lambda pool: pool["running"]),
+            of_each(counter, "envserver_worker_restarts", "Workers replaced", of, pools,
+                    lambda pool: pool["restarts"]),
+            kinds("worker_deaths", "Worker deaths by kind", "kind",
+                  ((name, pool["deaths"]) for name, pool in pools)),
+            of_each(gauge, "envserver_sandboxes", "Open sandboxes of agents", of, parts,
+                    lambda one: one.proxy.open_sandboxes),
             counter(
                 "envserver_services", "Counters of the environments' services", ("count",),
                 by_key(services),
@@ -346,11 +306,7 @@ class PartsNumbers:
 
 
 class Deliveries:
-    """Metrics of the store: waiting groups, leases, commits, and the age of groups when leased.
-
-    Args:
-        version: returns the current policy version; -1 if it is unknown.
-    """
+    """Metrics of the store. `version`: the current policy version, -1 if unknown."""
 
     def __init__(self, store: Store, version: Callable[[], int]) -> None:
         self._store = store
@@ -411,9 +367,9 @@ class Deliveries:
                 "envserver_store_commit_operations", "Operations in one commit", (),
                 [((), seen.commit_sizes)],
             ),
-            gauge(
-                "envserver_store_waiting", "Operations waiting for a commit", (),
-                single(store.waiting_operations),
+            level(
+                "envserver_store_waiting", "Operations waiting for a commit",
+                store.waiting_operations,
             ),
         ]  # fmt: skip
 
@@ -458,7 +414,7 @@ def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]
 
 
 GROUPS_SHOWN = 12
-"""Number of first groups that a tally keeps whole, to show them."""
+"""First groups that a tally keeps whole, to show them."""
 _ALL = 0.999
 """Shares of the range of rewards from here on are shown as full rewards (floats)."""
 
@@ -478,7 +434,6 @@ class Rewards:
         self._unit = True
 
     def add_group(self, group: Group) -> None:
-        """Counts the rewards of a delivered group, and those of each agent by itself."""
         self._unit &= group.reward_range == UNIT_RANGE
         for trajectory in group.trajectories:
             if trajectory.score.reward is not None:
@@ -506,7 +461,6 @@ class Rewards:
 
 
 def is_full(reward: float, bounds: RewardRange) -> bool:
-    """Returns whether `reward` is to be shown as that of a solved task: rewards are floats."""
     return bounds.is_solved(reward) or bounds.share(reward) >= _ALL
 
 
@@ -564,7 +518,6 @@ class Tally:
             self._add_group(event.group)
 
     def failure_of(self, group_id: str) -> str:
-        """Returns the latest failure in a group, "" if it had none lately."""
         return self._failed_groups.get(group_id, "")
 
     def _add_usage(self, usage: Usage) -> None:
@@ -576,7 +529,6 @@ class Tally:
         self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
 
     def costs_line(self) -> str:
-        """Returns what the scored rollouts took, in one line; the judge has a line of its own."""
         parts = [f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens"]
         if self.sandbox_seconds:
             parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")
@@ -607,3 +559,28 @@ class Tally:
 
 def mean_text(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.2f}"
+
+
+def all_of(*observers: Observer | None) -> Observer:
+    """Passes events on to each of the observers, in order."""
+    known = [one for one in observers if one is not None]
+
+    def observe(event: Event) -> None:
+        for one in known:
+            one(event)
+
+    return observe
+
+
+def warn_of_dropped(tally: Tally, log: structlog.stdlib.BoundLogger) -> Observer:
+    def warn(event: Event) -> None:
+        if isinstance(event, GroupDropped) and event.failed:
+            log.warning(
+                "group_dropped",
+                group_id=event.group_id,
+                reason=event.reason,
+                message=event.message,
+                latest_failure=tally.failure_of(event.group_id),
+            )
+
+    return warn

@@ -30,8 +30,6 @@ S = TypeVar("S", bound=EnvironmentSettings)
 
 @dataclass(frozen=True)
 class RunSpec(Generic[S]):
-    """One environment to run, with all settings of the run."""
-
     settings: S
     reference: str
     environment_class: type[Environment]
@@ -58,28 +56,19 @@ M = TypeVar("M", bound=MixSettings)
 
 @dataclass(frozen=True)
 class Member(Generic[M]):
-    """One environment of a mix, instantiated."""
-
     spec: RunSpec[M]
     environment: Environment
     share: Share
 
 
 def alone(spec: RunSpec[M]) -> Member[M]:
-    """Makes the only environment of a run."""
     environment = spec.make_environment()
     return Member(spec, environment, Share(environment.name))
 
 
 def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
-    """Reads `env.total_steps` of a mix as the groups of all environments together.
-
-    Args:
-        listed: the settings of each environment.
-        own: whether an environment has a number of steps for itself alone; it keeps that.
-
-    Returns:
-        the settings, with the number in `total_groups`; a smaller `total_groups` stays.
+    """Reads `env.total_steps` of a mix as the groups of all environments together: `total_groups`.
+    A smaller `total_groups` stays. `own`: environments that keep a number of steps for themselves.
     """
     totals = {
         total
@@ -102,12 +91,10 @@ def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
 
 
 class Several:
-    """Runs the schedulers of a mix as one."""
-
     def __init__(self, schedulers: Mapping[str, Scheduler]) -> None:
         self._schedulers = dict(schedulers)
         self.failed: dict[str, EnvserverError] = {}
-        """Errors of the environments that failed while the others went on, by name."""
+        """Environments that failed while the others went on."""
 
     @property
     def open_groups(self) -> int:
@@ -156,8 +143,7 @@ _log = structlog.get_logger("envserver.curriculum")
 
 _AGAIN_SECONDS = 1.0
 MOST_ESTIMATES = 65_536
-"""Maximum number of tasks that `process` keeps estimates of; the least recently scored is evicted.
-"""
+"""Tasks that `process` keeps estimates of; the least recently scored is evicted."""
 
 
 def has_curriculum(rules: CurriculumConfig) -> bool:
@@ -169,7 +155,6 @@ def has_curriculum(rules: CurriculumConfig) -> bool:
 def stream_of(
     environment: Environment, curriculum: TaskStream | None, *, repeat: bool
 ) -> Iterator[GroupRequest]:
-    """Returns the tasks of a run as groups to be made; see `rollouts.stream.group_requests`."""
     own = group_requests(environment, repeat=repeat)
     return own if curriculum is None else curriculum.requests(own)
 
@@ -177,7 +162,6 @@ def stream_of(
 async def curriculum_of_store(
     environment: Environment, rules: CurriculumConfig, store: Store, version: Callable[[], int]
 ) -> TaskStream | None:
-    """Returns a task stream that uses the store's estimates; None if estimates are not used."""
     store.discount = rules.discount
     if not has_curriculum(rules):
         return None
@@ -194,12 +178,11 @@ async def curriculum_of_store(
 
 
 def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
-    """Reads estimates from the thread that reads tasks."""
     return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
 
 
 async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
-    """Reads the store's estimates of these tasks; retries until the store answers."""
+    """Retries until the store answers."""
     env, split = asked[0].env, asked[0].split
     while True:
         try:
@@ -218,8 +201,8 @@ class Book:
 
     Args:
         known: returns which of these groups exist already; it may block.
-        counts: number of groups in the environment's order beyond those that are read, and the
-            number at which re-sampled groups of all tasks continue.
+        counts: groups in the environment's order beyond those that are read, and the number at
+            which re-sampled groups continue.
     """
 
     def __init__(
@@ -246,11 +229,9 @@ class Book:
         )
 
     def learn(self, estimates: Mapping[str, Estimate]) -> None:
-        """Takes over estimates from earlier."""
         self._estimates.update(estimates)
 
     def read(self, scored: Scored) -> None:
-        """Takes note of a group that was made earlier."""
         if scored.group_id.startswith(self._prefix) and scored.group_id not in self._made:
             self._made.add(scored.group_id)
             self._count(scored)

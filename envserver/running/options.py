@@ -1,9 +1,6 @@
 """The tree of settings as a flat table: dotted path -> Option.
-
-In: a pydantic model of sections. Out: one Option per leaf, in the order of the fields. `parse`
-turns the text of a flag or a variable into a value that pydantic then checks. Pure; a section is
-never a leaf. Where users name the sections (`dict[str, Section]`), `*` stands for the name, until
-`expanded` inserts the names that were used.
+Where users name the sections (`dict[str, Section]`), `*` stands for the name, until `expanded`
+inserts the names that were used.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +20,7 @@ import orjson
 from envserver_records.errors import ConfigError
 from pydantic import BaseModel, SecretBytes, SecretStr, ValidationError, create_model
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
+from pydantic_core import ErrorDetails, PydanticUndefined
 
 from ..settings.config import EngineConfig
 from ..settings.section import EnvironmentConfig, Section, descriptions
@@ -48,7 +45,6 @@ class Option:
 
     @property
     def group(self) -> str:
-        """The section that contains it; "" at the top level."""
         return self.path.rpartition(".")[0]
 
     @property
@@ -86,7 +82,6 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """Returns its default as a user would type it."""
         if self.default is ...:
             return "needed"
         if self.secret or self.default is None or self.default == "":
@@ -100,8 +95,7 @@ class Option:
 
 @functools.lru_cache(maxsize=32)
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
-    """Returns every leaf of `model`, including those of its sections, by dotted path; for its users
-    to read, not to change."""
+    """Returns every leaf of `model` by dotted path; not to be changed, for it is cached."""
     set_before = preset(model)
     options = expanded(_leaves(model, ""), set_before)
     for path, value in set_before.items():
@@ -127,15 +121,23 @@ def named_sections(options: Iterable[str]) -> set[str]:
     return {path.partition(f".{ANY_NAME}.")[0] for path in options if f".{ANY_NAME}." in path}
 
 
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None, str]]:
+    """Yields name and field, the section that it is, if any, and `.*` if users name several."""
+    for name, field in model.model_fields.items():
+        if (named := _named_section(field.annotation)) is not None:
+            yield name, field, named, f".{ANY_NAME}"
+        elif is_section(field.annotation):
+            yield name, field, typing.cast(type[BaseModel], field.annotation), ""
+        else:
+            yield name, field, None, ""
+
+
 def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
     found: dict[str, Option] = {}
-    for name, field in model.model_fields.items():
+    for name, field, section, star in _fields(model):
         path = f"{prefix}{name}"
-        named = _named_section(field.annotation)
-        if named is not None:
-            found |= _leaves(named, f"{path}.{ANY_NAME}.")
-        elif is_section(field.annotation):
-            found |= _leaves(typing.cast(type[BaseModel], field.annotation), f"{path}.")
+        if section is not None:
+            found |= _leaves(section, f"{path}{star}.")
         else:
             found[path] = Option(
                 path=path,
@@ -155,36 +157,32 @@ def _named_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def is_section(annotation: Any) -> bool:
-    """Returns whether a field of this type is a section of settings."""
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
 
 
 def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
     """Returns the first line of each section's docstring, by dotted path."""
     found: dict[str, str] = {}
-    for name, field in model.model_fields.items():
-        if (named := _named_section(field.annotation)) is not None:
-            words = inspect.cleandoc(named.__doc__ or "").partition("\n")[0]
-            found[f"{prefix}{name}.{ANY_NAME}"] = words
-        elif is_section(field.annotation):
-            section = typing.cast(type[BaseModel], field.annotation)
-            found[f"{prefix}{name}"] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
-            found |= sections_of(section, f"{prefix}{name}.")
+    for name, _, section, star in _fields(model):
+        if section is not None:
+            path = f"{prefix}{name}{star}"
+            found[path] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
+            found |= sections_of(section, f"{path}.")
     return found
 
 
 def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Returns the values in `model`'s default sections that differ from their classes' defaults."""
     found: dict[str, Any] = {}
-    for name, field in model.model_fields.items():
+    for name, field, section, star in _fields(model):
         default = _default(field)
-        if _named_section(field.annotation) is not None:
-            for own, section in default.items():
-                found |= _set_in(section, f"{prefix}{name}.{own}.")
+        if star:
+            for own, one in default.items():
+                found |= _set_in(one, f"{prefix}{name}.{own}.")
         elif isinstance(default, BaseModel):
             found |= _set_in(default, f"{prefix}{name}.")
-        elif is_section(field.annotation):
-            found |= preset(typing.cast(type[BaseModel], field.annotation), f"{prefix}{name}.")
+        elif section is not None:
+            found |= preset(section, f"{prefix}{name}.")
     return found
 
 
@@ -248,7 +246,6 @@ def parse(option: Option, text: str) -> Any:
 
 
 def nearest(path: str, known: Iterable[str]) -> str | None:
-    """Returns the known path that `path` most likely means, or None."""
     paths = list(known)
     if near := difflib.get_close_matches(path, paths, n=1, cutoff=0.75):
         return near[0]
@@ -320,7 +317,6 @@ _LONGEST_VALUE_SHOWN = 80
 def with_environment(
     settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
 ) -> type[S]:
-    """Returns `settings_class` with the environment's own Config class as the type of `env`."""
     if config_class is None:
         from ..registry import find
 
@@ -336,9 +332,8 @@ def sampling_of_model(
     model: type[BaseModel], values: Mapping[str, Any], options: Mapping[str, Option]
 ) -> dict[str, Any]:
     """Returns the sampling settings of the named model, to be used where nothing else is set.
-
-    Those that change the distribution are left out of settings `model` for training: they are
-    someone's taste in answers, and trainers learn from the model's own distribution.
+    Settings `model` for training leave out those that change the distribution: they are someone's
+    taste in answers, and trainers learn from the model's own distribution.
     """
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
@@ -353,12 +348,29 @@ def sampling_of_model(
     }
 
 
+def config_error(problems: Iterable[str]) -> ConfigError:
+    """Returns the error with all problems, each once. Raise it `from None` where pydantic's error,
+    which holds the values, would be its context."""
+    listed = list(dict.fromkeys(problems))
+    return ConfigError("\n".join(listed), problems=listed)
+
+
+def faults(error: ValidationError) -> list[tuple[tuple[int | str, ...], str]]:
+    """Returns the place and the message of each fault, without the values."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    return [(one["loc"], one["msg"]) for one in found]
+
+
 def validated(
     model: type[S],
-    values: dict[str, Any],
+    given: Mapping[str, Any],
     options: Mapping[str, Option],
     where: Callable[[str], str],
+    defaults: Mapping[str, Any] | None = None,
 ) -> S:
+    """Makes `model` of what is `given` over the tree `defaults`; reports all problems at once."""
+    values = preset(model) | flatten(defaults or {}, options)
+    values |= sampling_of_model(model, {**values, **given}, options) | dict(given)
     tree = nest(values)
     for name, field in model.model_fields.items():
         if field.is_required() and is_section(field.annotation):
@@ -367,27 +379,21 @@ def validated(
         return model.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        problems = [
-            _explained(one["type"], one["loc"], one["msg"], values, options, where) for one in found
-        ]
-        problems = list(dict.fromkeys(problems))
-        raise ConfigError("\n".join(problems), problems=problems) from None
+        raise config_error(_explained(one, values, options, where) for one in found) from None
 
 
 def _explained(
-    kind: str,
-    location: Sequence[int | str],
-    message: str,
+    error: ErrorDetails,
     values: Mapping[str, Any],
     options: Mapping[str, Option],
     where: Callable[[str], str],
 ) -> str:
-    path = _path_of(location, options)
+    path = _path_of(error["loc"], options)
     option = options.get(path)
-    if kind == "missing":
+    if error["type"] == "missing":
         about = f" ({option.description.rstrip('.')})" if option and option.description else ""
         return f"{where(path)} is needed{about}."
-    message = re.sub(r"^Value error, ", "", message)
+    message = re.sub(r"^Value error, ", "", error["msg"])
     message = re.sub(r"^Input should be ", "must be ", message)
     message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
     shown = _shown(values[path]) if path in values and option and not option.secret else ""
@@ -395,7 +401,6 @@ def _explained(
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    """Returns the option at pydantic's location; the section if it is about several options."""
     parts: list[str] = []
     for part in location:
         parts.append(str(part))

@@ -15,25 +15,19 @@ from ..rollouts.costs import RolloutPrices
 from ..settings.config import PricesConfig, Settings
 from ..settings.runs import JudgeConfig
 from .engines import SIMULATED
-from .judging import judge_prices
+from .judging import judge_prices, prices_of
 
 if TYPE_CHECKING:
     from ..evaluation.folders import Pricing
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    """Returns the prices of a model, by the name under which the engine serves it."""
     if (config.prompt is None) != (config.completion is None):
         raise ConfigError("--prices.prompt and --prices.completion go together.")
 
     def pricing(served: str) -> Prices | None:
-        if config.prompt is not None and config.completion is not None:
-            return Prices(
-                prompt=config.prompt,
-                completion=config.completion,
-                currency=config.currency,
-                source="as given",
-            )
+        if given := prices_of(config.prompt, config.completion, config.currency, "as given"):
+            return given
         if config.file is not None:
             return _read_prices(config.file, served, config.currency)
         return _of_catalogue(model, served, models_file, config.currency)
@@ -47,7 +41,6 @@ def rollout_prices(
     agents: Mapping[str, str | None],
     judge_config: JudgeConfig | None,
 ) -> RolloutPrices:
-    """Returns the prices by which the cost of each rollout is recorded."""
     config = settings.prices
     place = settings.engine.models_file
     of_run = pricing_of(config, settings.model, place)(model)
@@ -73,17 +66,12 @@ def _of_catalogue(model: str | None, served: str, place: Path, currency: str) ->
         return None
     entries = read_catalogue(place)
     entry = entries.get(model or "") or entries.get(served)
-    if entry is None or entry.prompt_price is None or entry.completion_price is None:
+    if entry is None:
         return None
-    return Prices(
-        prompt=entry.prompt_price,
-        completion=entry.completion_price,
-        currency=currency,
-        source=str(place),
-    )
+    return prices_of(entry.prompt_price, entry.completion_price, currency, str(place))
 
 
-def _read_prices(path: Path, model: str, currency: str) -> Prices:
+def _read_prices(path: Path, model: str, currency: str) -> Prices | None:
     import yaml
 
     try:
@@ -106,9 +94,4 @@ def _read_prices(path: Path, model: str, currency: str) -> Prices:
             f"{place}: prices are written {{prompt: 0.15, completion: 0.6}}, per million tokens.",
             place=place,
         )
-    return Prices(
-        prompt=prices["prompt"],
-        completion=prices["completion"],
-        currency=currency,
-        source=str(path),
-    )
+    return prices_of(prices["prompt"], prices["completion"], currency, str(path))

@@ -4,10 +4,9 @@
     async for group in groups("math", model="sim", env={"total_steps": 4}): ...
     async with serve("math", model="sim", server={"port": 0}) as server: server.url
 
-In: an environment and settings by the names of the command line (`envserver COMMAND --help` lists
-them). Out: groups, reports, counts. Nothing is printed, no signal handler is set, and a wrong
-setting is a ConfigError before anything runs. `blocking` has the same functions for code without
-asyncio.
+Settings have the names of the command line (`envserver COMMAND --help`). Nothing is printed, no
+signal handler is set, and a wrong setting is a ConfigError before anything runs. `blocking` has the
+same functions for code without asyncio.
 """
 
 from __future__ import annotations
@@ -56,13 +55,12 @@ from .judging import kept_answers
 from .mix import Member, RunSpec, alone, share_total
 from .options import (
     Option,
+    config_error,
     expanded,
     flatten,
     named_sections,
     nearest,
     options_of,
-    preset,
-    sampling_of_model,
     validated,
     with_environment,
 )
@@ -104,16 +102,8 @@ def spec_of(
     defaults: Mapping[str, Any] | None = None,
 ) -> RunSpec[S]:
     """Checks the settings of one environment.
-
-    Args:
-        kind: the class of the settings.
-        settings: by name, nested (`env={"group_size": 4}`) or dotted (`**{"env.group_size": 4}`); a
-            section may be an instance of its class.
-        defaults: a tree of values that `settings` override.
-
-    Raises:
-        ConfigError: a name or a value is wrong; all problems at once.
-        NotFoundError: there is no such environment.
+    `settings`: by name, nested (`env={"group_size": 4}`) or dotted (`**{"env.group_size": 4}`); a
+    section may be an instance of its class. They override the tree `defaults`.
     """
     reference = reference_of(environment)
     found = find(reference)
@@ -132,9 +122,7 @@ def spec_of(
 def checked_settings(
     model: type[T], settings: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None
 ) -> T:
-    """Makes `model` of settings by name.
-    Raises ConfigError: a name or a value is wrong; all problems at once.
-    """
+    """Raises ConfigError with all problems at once."""
     options = options_of(model)
     nested = _plain(settings)
     names = flatten(nested, options)
@@ -142,20 +130,12 @@ def checked_settings(
     options = expanded(options, named_sections(options))
     given = flatten(nested, options)
     if unknown := [path for path in given if path not in options]:
-        problems = [_unknown(path, options) for path in unknown]
-        raise ConfigError("\n".join(problems), problems=problems)
-    values = preset(model) | flatten(_plain(defaults or {}), options)
-    values |= sampling_of_model(model, values | given, options) | given
-    return validated(model, values, options, lambda path: path)
+        raise config_error(_unknown(path, options) for path in unknown)
+    return validated(model, given, options, lambda path: path, _plain(defaults or {}))
 
 
 def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Member[M]]:
-    """Checks the settings of one environment or several, and makes the environments.
-
-    Raises:
-        ConfigError, NotFoundError: see `spec_of`; or an environment cannot be made.
-        UsageError: no environment is given.
-    """
+    """Checks the settings of one environment or several, and makes the environments."""
     if isinstance(mix, Mapping):
         weights = dict(mix)
     elif isinstance(mix, Sequence) and not isinstance(mix, str):
@@ -202,8 +182,9 @@ def reference_of(environment: AnyEnvironment) -> str:
 
 
 def _name_in_file(kind: type[Environment]) -> str:
-    """Returns the name of a class at the top level of its file: `Sums = Environment.from_rows(...)`
-    has another one than the class itself."""
+    """Returns the name in its module: `Sums = Environment.from_rows(...)` has another one than the
+    class itself.
+    """
     known = vars(sys.modules[kind.__module__])
     named = [name for name, value in known.items() if value is kind]
     return kind.__qualname__ if kind.__qualname__ in named or not named else named[0]
@@ -341,7 +322,6 @@ async def groups(
 
 
 async def _next_group(finished: asyncio.Queue[Group], run: asyncio.Task[None]) -> Group | None:
-    """Returns the next group; None when the run has ended and all were taken."""
     getting = asyncio.create_task(finished.get())
     try:
         await asyncio.wait({getting, run}, return_when=asyncio.FIRST_COMPLETED)
@@ -430,19 +410,17 @@ async def _serve(
     stop: Stop,
     opening: asyncio.Future[Serving | RayServing],
 ) -> Served:
-    async with _opened(members_of(ServeSettings, environment, settings)) as opened:
+    members: Members = members_of(ServeSettings, environment, settings)
+    serves: contextlib.AbstractAsyncContextManager[Serving | RayServing]
+    if members[0].spec.settings.ray.address:
+        from .ray_serving import ray_serving
+
+        serves = ray_serving(members)
+    else:
+        serves = serving(members)
+    async with serves as opened:
         opening.set_result(opened)
         return await opened.run(stop, lambda line: None)
-
-
-def _opened(
-    members: Members,
-) -> contextlib.AbstractAsyncContextManager[Serving | RayServing]:
-    if not members[0].spec.settings.ray.address:
-        return serving(members)
-    from .ray_serving import ray_serving
-
-    return ray_serving(members)
 
 
 @_ending_programs
@@ -471,7 +449,6 @@ async def evaluate(
 
 
 def choice_of(settings: EvaluateSettings) -> Choice:
-    """Returns the evaluation options of the command's settings."""
     return Choice(
         folder=settings.out,
         resume=settings.resume,
@@ -520,7 +497,8 @@ async def score(
             sandbox=spec.settings.sandbox,
             judge=kept_answers(spec.settings.judge),
         )
-        scored = await asyncio.to_thread(_json_lines, target)
+        lines = (await asyncio.to_thread(target.read_text)).splitlines()
+        scored = [json.loads(line) for line in lines]
     return ScoreResult(scored, summary)
 
 
@@ -546,20 +524,7 @@ async def rescore(
     sources = [source] if isinstance(source, (str, Path)) else list(source)
     given = {**settings, "source": [str(one) for one in sources], "out": Path(out)}
     spec = spec_of(RescoreSettings, environment, given)
-    own = spec.settings
-    return await rescoring.rescore(
-        own.source,
-        spec.reference,
-        own.env.model_dump(mode="json"),
-        own.out,
-        rubric=own.rubric,
-        resume=own.resume,
-        overwrite=own.overwrite,
-        processes=own.processes,
-        sandbox=own.sandbox,
-        judge=own.judge,
-        without_messages=own.without_messages,
-    )
+    return await rescoring.rescore(spec)
 
 
 @_ending_programs
@@ -609,7 +574,3 @@ async def verify(source: Path | str, **settings: Any) -> verifying.Report:
     own = checked_settings(VerifySettings, {**settings, "source": str(source)})
     report, _ = await verifying.verify_source(own)
     return report
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,8 +1,5 @@
-"""Runners of a Ray cluster: their commands and numbers, and the groups that they make for a run.
-
-In: requests for groups, from the run's own schedulers. Out: groups and events, as if they were made
-here. The run decides which groups are made, in which order and when it ends, so it makes the same
-groups as without Ray.
+"""Runners of a Ray cluster: their commands, their number, and the groups that they make for a run.
+The run decides which groups are made, in which order and when it ends, as without Ray.
 """
 
 from __future__ import annotations
@@ -35,9 +32,9 @@ from ..runners.dealing import Dealer, Rules, dealing_app
 from ..settings.config import MixSettings, RolloutsConfig, Settings
 from ..settings.runs import RayConfig
 from ..settings.server import is_loopback
-from .bootstrap import beside
 from .engines import SIMULATED
 from .mix import RunSpec
+from .stopping import beside
 
 _OF_SERVER = {"server", "store", "retention", "alarms", "environment", "env"}
 _DRAIN_SECONDS = 5.0
@@ -45,7 +42,6 @@ _DRAIN_SECONDS = 5.0
 
 
 def check_engine(settings: Settings) -> None:
-    """Raises ConfigError if the runners would each start an engine."""
     if settings.model not in (None, SIMULATED):
         raise ConfigError(
             f"--model {settings.model} starts an engine, and every runner of --ray would start "
@@ -105,7 +101,6 @@ def plain(value: Any) -> Any:
 
 
 async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str) -> str:
-    """Returns the address at which the nodes reach this process's server."""
     if config.url:
         return config.url
     own, nodes = await cluster.own_address(), await cluster.nodes()
@@ -123,8 +118,7 @@ async def url_for_nodes(cluster: Cluster, config: RayConfig, url: str, host: str
 
 
 async def bind_host(cluster: Cluster) -> str:
-    """Returns the address to listen at that all nodes reach: loopback if all are on this
-    machine."""
+    """Returns an address that all nodes reach: loopback if all are on this machine."""
     own = await cluster.own_address()
     return own if _other_machines(own, await cluster.nodes()) else "127.0.0.1"
 
@@ -134,7 +128,6 @@ def _other_machines(own: str, nodes: Sequence[Node]) -> list[str]:
 
 
 def config_of_part(config: RayConfig, most: int) -> RayConfig:
-    """Returns the bounds of one of several environments, which may have `most` runners."""
     return config.model_copy(
         update={
             "runners": most if config.runners else None,
@@ -145,13 +138,12 @@ def config_of_part(config: RayConfig, most: int) -> RayConfig:
 
 
 def groups_per_runner(settings: Settings, environment: Environment) -> int:
-    """Returns about how many groups a runner has open at a time."""
     size: int = environment.config.group_size
     return max(1, settings.rollouts.max_concurrent // size)
 
 
 def divided(total: int, weights: Sequence[float]) -> list[int]:
-    """Divides `total` by weights, at least one each."""
+    """Each share is at least 1."""
     whole = sum(weights)
     shares = [max(1, math.floor(total * weight / whole)) for weight in weights]
     order = sorted(range(len(weights)), key=lambda n: shares[n] - total * weights[n] / whole)
@@ -165,8 +157,6 @@ _STOP_SECONDS = 3.0
 
 
 class RayMaker:
-    """Makes the groups of one environment; a `GroupMaker`."""
-
     def __init__(
         self,
         environment: Environment,
@@ -183,7 +173,7 @@ class RayMaker:
         self._tending = tending
 
     async def make(self, request: GroupRequest) -> Group | Drop:
-        """Has a runner make the group. Raises RunnerFailed: runners cannot start."""
+        """Raises RunnerFailed: runners cannot start."""
         making = asyncio.create_task(self._dealer.make(request))
         try:
             await asyncio.wait({making, self._tending}, return_when=asyncio.FIRST_COMPLETED)
@@ -203,15 +193,12 @@ class RayMaker:
 
 @dataclass(frozen=True)
 class RayMakers:
-    """A connected cluster that can make groups of several environments."""
-
     settings: MixSettings
     cluster: Cluster
     weights: Sequence[float]
     runners: Sequence[int]
 
     async def room(self, number: int) -> int:
-        """Returns how many runners of an environment the nodes of now have room for."""
         return divided(await self.cluster.most_runners(), self.weights)[number]
 
     @contextlib.asynccontextmanager
@@ -223,7 +210,6 @@ class RayMakers:
         observer: Observer,
         rules: Rules,
     ) -> AsyncIterator[RayMaker]:
-        """Starts runners for an environment; ends them at the end."""
         config, most = self.settings.ray, self.runners[number]
         token = secrets.token_urlsafe(24)
         host = await bind_host(self.cluster)
@@ -283,7 +269,6 @@ async def _tend(
     room: Callable[[], Awaitable[int]],
     per_runner: int,
 ) -> None:
-    """Looks after the runners of an environment, until cancelled."""
     while True:
         load = Load(dealer.open_groups, per_runner, dealer.engine_waits)
         await fleet.tick(scaling.wanted(load, await room()))

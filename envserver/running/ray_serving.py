@@ -1,8 +1,6 @@
 """The work of `envserver serve --ray`: the server here, its environments on a Ray cluster.
-
-In: environments and their shares. Out: groups for trainers, made by runners that join this server
-as they would from any other machine. Ray only places runners; a lost runner's open groups are made
-again, its finished ones are in the store here.
+Runners join this server as they would from any other machine. Ray only places them; a lost runner's
+open groups are made again, its finished ones are in the store here.
 """
 
 from __future__ import annotations
@@ -15,12 +13,10 @@ from dataclasses import dataclass, field
 from envserver_records.errors import ConfigError
 
 from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Scaling, connected
-from ..rollouts.agents import check_sampling
 from ..runners.link import Identity, held_identity
 from ..runners.runner import RegisteredRunner
 from ..settings.config import MixSettings
 from ..settings.server import DeliveryConfig
-from ..telemetry.history import Name, numbers_of
 from .api_serving import ApiServer, api_server
 from .hosting import Members
 from .judging import folder_of
@@ -34,8 +30,8 @@ from .ray_runners import (
     url_for_nodes,
 )
 from .run_settings import RunApiSettings, ServeSettings
-from .serving import POLL_SECONDS, Served, check_alike
-from .stopping import Stop, run_until_stopped
+from .serving import POLL_SECONDS, Served, ServingBase, check_alike
+from .stopping import Stop
 
 _TICK_SECONDS = 1.0
 _CANCEL_SECONDS = 3.0
@@ -43,17 +39,13 @@ _CANCEL_SECONDS = 3.0
 
 @dataclass
 class _Part:
-    """One environment: its member, its most runners, and their identities by number."""
-
     member: Member[MixSettings]
     most: int
     scaling: Scaling
     identities: dict[int, Identity] = field(default_factory=dict)
 
 
-class RayServing:
-    """A running server with runners on a cluster; made by `ray_serving`."""
-
+class RayServing(ServingBase):
     def __init__(
         self,
         server: ApiServer,
@@ -62,46 +54,27 @@ class RayServing:
         url: str,
         held: contextlib.ExitStack,
     ) -> None:
-        self.url = server.url
-        """Address for trainers."""
-        self.model_url = ""
-        """This server has no engine of its own."""
+        super().__init__(parts[0].member.spec.settings, server.bootstrap, server.watch.book)
         self.runner_url = url
-        """Address for runners."""
-        self._server = server
-        self._settings = parts[0].member.spec.settings
+        self._delivery = server.delivery
         self._parts = parts
         self._held = held
         self._draining = False
         self._cluster = cluster
         self._fleets = [self._fleet(cluster, part) for part in parts]
 
-    async def numbers(self) -> dict[Name, float]:
-        return numbers_of(await self._server.bootstrap.metrics.families())
-
-    def alarms(self) -> list[str]:
-        return [one.text for one in self._server.watch.book.active]
-
     @property
     def open_groups(self) -> int:
-        table = self._server.runners.table
+        table = self._delivery.runners.table
         return sum(now.open for _, now in table.present())
 
     def drain(self) -> None:
         self._draining = True
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
-        """Makes groups until asked to stop, or until all wanted groups are made and delivered."""
-        seconds = self._settings.server.drain_seconds
         overdue = 0
         try:
-            ending = await run_until_stopped(
-                self._run_then_wait(),
-                self,
-                stop,
-                on_stop=self._server.bootstrap.health.drain,
-                drain_seconds=seconds,
-            )
+            ending = await self._stopped(self._run_then_wait(), self, stop)
             overdue = self.open_groups if ending == "overdue" else 0
         finally:
             await self._end()
@@ -111,7 +84,7 @@ class RayServing:
     async def _end(self) -> None:
         for fleet in self._fleets:
             await fleet.stop(_CANCEL_SECONDS)
-        await self._server.bootstrap.close()
+        await self._server.close()
 
     async def _run_then_wait(self) -> None:
         while not await self._tick():
@@ -120,7 +93,7 @@ class RayServing:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _tick(self) -> bool:
-        """Looks after all runners once; returns whether all have made what they should."""
+        """Returns whether all runners have made what they should."""
         room = await self._cluster.most_runners()
         rooms = divided(room, [part.member.share.weight for part in self._parts])
         for part, fleet, own_room in zip(self._parts, self._fleets, rooms, strict=True):
@@ -132,12 +105,12 @@ class RayServing:
         member = part.member
         present = [
             now.beat
-            for one, now in self._server.runners.table.present()
+            for one, now in self._delivery.runners.table.present()
             if one.env == member.environment.name and now.beat.capacity
         ]
         capacity = sum(beat.capacity for beat in present) / len(present) if present else 0
         return Load(
-            groups=self._server.demand.capacity_if_idle(member.environment.name),
+            groups=self._delivery.demand.capacity_if_idle(member.environment.name),
             groups_per_runner=capacity
             or groups_per_runner(member.spec.settings, member.environment),
             engine_waits=any(beat.engine.get("waiting") for beat in present),
@@ -184,19 +157,15 @@ class RayServing:
     def _drain(self, part: _Part, number: int) -> None:
         one = self._registered(part, number)
         if one is not None and not one.gone:
-            self._server.runners.drain(one.id)
+            self._delivery.runners.drain(one.id)
 
     def _registered(self, part: _Part, number: int) -> RegisteredRunner | None:
         identity = part.identities.get(number)
-        return None if identity is None else self._server.runners.table.named(identity.name)
-
-    async def _waiting(self) -> int:
-        counts = await self._server.bootstrap.store.counts()
-        return counts["queued"] + counts["buffered"] + counts["leased"]
+        return None if identity is None else self._delivery.runners.table.named(identity.name)
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:
-    """Returns an environment with its bounds; a runner makes at least one group."""
+    """A runner makes at least one group."""
     config, steps = member.spec.settings.ray, member.environment.config.total_steps
     if steps is not None and config.runners is None:
         raise ConfigError(
@@ -213,12 +182,9 @@ def _part_of(total: int, number: int, of: int) -> int:
 
 @contextlib.asynccontextmanager
 async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
-    """Connects to the cluster and opens the server; `RayServing.run` starts the runners."""
     settings = members[0].spec.settings
     check_alike(members)
     check_engine(settings)
-    for one in members:
-        check_sampling(one.environment, settings.sampling)
     if settings.total_groups is not None:
         raise ConfigError(
             "--total_groups counts the groups of one process, and --ray has several.",
@@ -247,14 +213,6 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
 
 def _api_settings(settings: MixSettings) -> RunApiSettings:
     rules = {name: getattr(settings.rollouts, name) for name in DeliveryConfig.model_fields}
-    return RunApiSettings(
-        server=settings.server,
-        store=settings.store,
-        store_shared=settings.store_shared,
-        log_level=settings.log_level,
-        log_format=settings.log_format,
-        telemetry=settings.telemetry,
-        alarms=settings.alarms,
-        retention=settings.retention,
-        rollouts=DeliveryConfig(**rules),
-    )
+    names = RunApiSettings.model_fields.keys() - {"rollouts"}
+    kept = {name: getattr(settings, name) for name in names}
+    return RunApiSettings(**kept, rollouts=DeliveryConfig(**rules))

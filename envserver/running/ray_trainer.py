@@ -1,8 +1,6 @@
 """A server inside a Ray cluster, for trainers that live on it.
-
-In: an environment and settings, as for `serve`. Out: an actor that holds the server, and batches of
-numpy rows. Groups come from the server over HTTP, never through the object store; the server and
-its runners end when the actor does, and the actor when the trainer's driver does.
+Groups come from the server over HTTP, never through the object store; the server and its runners
+end when the actor does, and the actor when the trainer's driver does.
 """
 
 from __future__ import annotations
@@ -31,8 +29,6 @@ _LOOK_SECONDS = 0.2
 
 
 class ServerFailed(EnvserverError):
-    """The server in the cluster did not start."""
-
     kind, status = "server_failed", 502
 
 
@@ -54,11 +50,8 @@ class RayServer:
 
     @classmethod
     def named(cls, name: str = "envserver") -> RayServer:
-        """Finds the server that another process of the cluster has started.
-
-        Raises:
-            NotFoundError: there is none of this name.
-        """
+        """Finds the server that another process of the cluster has started. Raises
+        NotFoundError."""
         import ray
 
         try:
@@ -74,9 +67,7 @@ class RayServer:
 
     def batch(self, groups: int = 8, *, timeout_seconds: float | None = None) -> Batch | None:
         """Leases the next `groups` groups for the run `trainer`: `batch.rows` are numpy arrays.
-
-        Args:
-            timeout_seconds: return None after this time; default: wait.
+        Returns None after `timeout_seconds`; default: waits.
         """
         client = self._own_client()
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -111,11 +102,6 @@ class RayServer:
         return self._client
 
     def wait(self) -> None:
-        """Waits until the server answers.
-
-        Raises:
-            ServerFailed: it has ended, or does not answer.
-        """
         import ray
 
         end = time.monotonic() + _START_SECONDS

@@ -1,9 +1,6 @@
 """The work of `envserver replay`: runs a recorded rollout again and compares it with its record.
-
-The environment's `rollout` runs as before, in a worker or in this process under the debugger. In
-place of the engine, a player answers from the record (`rollouts.replaying`) and ends the rollout at
-the first difference. Programs in sandboxes run again; services answer from the record if it has
-their answers.
+A player answers from the record (`rollouts.replaying`) and ends the rollout at the first
+difference. Programs in sandboxes run again; services answer from the record if it has that.
 """
 
 from __future__ import annotations
@@ -20,10 +17,8 @@ from envserver_records.errors import InputError, NotFoundError, RolloutError
 from envserver_records.records import Score, ServiceCall, Task
 
 from ..environment import Environment
-from ..export.stored import StoredRollout, read_groups
-from ..models.engine import MeasuredEngine
+from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..proxy.attempts import routing_key
-from ..proxy.endpoint import EngineEndpoint
 from ..registry import known_names
 from ..rollouts.attempt import Finished
 from ..rollouts.group import RolloutContext, run_once
@@ -43,10 +38,9 @@ from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
 from ..settings.config import Settings
 from ..settings.section import EnvironmentConfig
-from ..telemetry.tracing import NO_TRACER
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
-from .context import SharedEngine, rollout_context
+from .context import played_context
 from .judging import beside_source, folder_of, judge_of
 from .scoring import TaskFinder
 
@@ -65,9 +59,7 @@ class Record:
     Args:
         source: what it was read from, the first of several; place: its group's in there.
         facts: the value of "envserver" in the group's line.
-        sampling: settings that all rollouts of the group shared.
-        kept: whether its calls were kept (`tokens.keep_calls`), so that they need not be
-            reconstructed from the conversation.
+        kept: its calls were kept (`tokens.keep_calls`), so they need not be reconstructed.
     """
 
     source: str
@@ -88,20 +80,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Fact:
-    """One value of the result in the record and in the replay; JSON-like."""
-
     name: str
     then: Any
     now: Any
 
     @property
     def same(self) -> bool:
-        """Whether the values are equal apart from clock times."""
         return not self.places
 
     @property
     def places(self) -> list[str]:
-        """The places where it differs, as JSON paths."""
         return list(_differing(self.then, self.now, "$"))
 
 
@@ -110,11 +98,9 @@ class Replayed:
     """The result of a replay.
 
     Args:
-        played: number of calls that were answered.
-        left: number of recorded calls that the agent did not make this time.
-        difference: the first difference in the agent's behaviour, None if there is none.
+        played, left: recorded calls that were answered, and that the agent did not make this time.
+        difference: the first difference in the agent's behaviour.
         failure: why there is no result.
-        facts: values of the result and the score, including those that are the same.
     """
 
     played: int
@@ -134,9 +120,7 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
     for group in read_groups(sources):
         for rollout, raw in zip(group.rollouts, group.line["envserver"]["rollouts"], strict=True):
             if rollout.rollout_id == rollout_id:
-                sampling = group.line.get("generation_params") or {}
-                facts = group.line["envserver"]
-                return _record(sources[0], group.place, facts, sampling, rollout, raw)
+                return _record(sources[0], group, rollout, raw)
             if len(seen) < _NAMES_SHOWN:
                 seen.append(rollout.rollout_id)
     raise NotFoundError(
@@ -145,14 +129,9 @@ def read_record(sources: Sequence[str], rollout_id: str) -> Record:
     )
 
 
-def _record(
-    source: str,
-    place: str,
-    facts: dict[str, Any],
-    sampling: dict[str, Any],
-    rollout: StoredRollout,
-    raw: dict[str, Any],
-) -> Record:
+def _record(source: str, group: StoredGroup, rollout: StoredRollout, raw: dict[str, Any]) -> Record:
+    facts, place = group.line["envserver"], group.place
+    sampling = group.line.get("generation_params") or {}
     agents = agents_of(raw, facts)
     kept = bool(raw.get("calls"))
     try:
@@ -169,7 +148,6 @@ def _record(
 
 
 def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> list[Exchange]:
-    """Returns the calls found in the conversations of the main agent and of the others."""
     others = rollout.others
     counted = [other for other in others if all_count or other.get("trained")]
     turns = rollout.turns - sum(other.get("turns") or 0 for other in counted)
@@ -194,7 +172,6 @@ def _nobody_trained(facts: dict[str, Any]) -> bool:
 
 
 def recorded_environment(record: Record) -> str:
-    """Returns the name of the installed environment that made the rollout."""
     name, installed = record.rollout.env, known_names()
     for spelled in (name, name.replace("-", "_")):
         if spelled in installed:
@@ -206,8 +183,8 @@ def recorded_environment(record: Record) -> str:
 
 
 def recorded_settings(record: Record, config: type[EnvironmentConfig]) -> dict[str, Any]:
-    """Returns the recorded settings that can name no code, file or address: numbers, switches, and
-    text that is one of the choices of its field.
+    """Returns those that can name no code, file or address: numbers, switches, and text that is one
+    of the choices of its field.
     """
     fields = config.model_fields
     taken = {
@@ -263,34 +240,19 @@ async def replay(
     if not live_services:
         recorded = RecordedServices(record.services, player)
         environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
-    engine = MeasuredEngine(player)
-    # The record answers, no engine: what the run allowed is allowed again.
-    tokens = settings.tokens.model_copy(update={"constraints": "all"})
     otherwise = folder_of(settings.store)
     async with (
-        engine,
         judge_of(settings.judge, beside_source([record.source], otherwise)) as judge,
-        rollout_context(
-            settings,
-            environment,
-            reference,
-            shared=SharedEngine(
-                engine, EngineEndpoint(engine, tokens=tokens), model, None, NO_TRACER, judge
-            ),
+        played_context(
+            settings, environment, reference, player, model, judge, unconstrained=True
         ) as parts,
     ):
-        task = await _task(record, environment, reference)
+        facts = record.facts
+        finder = TaskFinder.of(environment, reference, split=facts["split"], seed=facts["seed"])
+        task = await finder.find(facts["task_id"])
         if debug:
             parts = msgspec.structs.replace(parts, pool=DebugPool())
         return await _played(record, parts, task, player)
-
-
-async def _task(record: Record, environment: Environment, reference: str) -> Task:
-    facts = record.facts
-    config = environment.config.model_dump(mode="json")
-    config |= {"split": facts["split"], "seed": facts["seed"]}
-    address = getattr(getattr(environment, "sandboxes", None), "address", None)
-    return await TaskFinder(reference, config, address).find(facts["task_id"])
 
 
 async def _played(record: Record, parts: RolloutContext, task: Task, player: Player) -> Replayed:

@@ -1,16 +1,15 @@
 """The work of `envserver rescore`: delivered groups in, the same groups with new scores out.
 
-No policy is called; scorers may ask a judge. A group's task, with its hidden part, is found by
-split, seed and id; its rollouts are scored in scorer processes, and the group is appended to the
-output, which is synced to disk before the next group counts. A group that cannot be scored because
-of an infrastructure failure never gets a 0: it is not written, it is counted, and it is tried again
-when the command resumes.
+A task, with its hidden part, is found by split, seed and id. Each group is synced to disk before
+the next one counts. A group that cannot be scored because of an infrastructure failure never gets a
+0: it is not written but counted, and tried again when the command resumes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,11 +29,10 @@ from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..formats.atropos import ScoreRange, score_in_range
 from ..registry import absolute
 from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
-from ..sandbox.maker import SandboxAddress
-from ..settings.config import SandboxConfig
-from ..settings.runs import JudgeConfig
 from ..tokens.builder import trained_ids
 from .judging import beside_source
+from .mix import RunSpec
+from .run_settings import RescoreSettings
 from .scoring import TaskFinder, environment_of, open_scorers
 
 Json = dict[str, Any]
@@ -43,12 +41,10 @@ _OF_ROWS = (
     *("tokens", "masks", "scores", "messages", "inference_logprobs", "ref_logprobs", "overrides"),
     *("images", "distill_token_ids", "distill_logprobs"),
 )
-"""Keys of a line with one entry for each row."""
 
 
 def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) -> Json | None:
-    """Returns `line` with `scores`, one for each rollout in order; None where no rollout is left.
-
+    """`scores`: for each rollout in order; None if no rollout is left.
     Advantages are removed: they came from the old scores.
     """
     facts = line["envserver"]
@@ -108,13 +104,12 @@ def _score_range(line: Json) -> ScoreRange:
 
 
 def _agents(rollout: Json) -> list[str | None]:
-    """Returns the agent of each row; older files do not name them."""
+    """Older files do not name them."""
     agents = list(rollout.get("agents") or [])
     return agents + [None] * (len(rollout["rows"]) - len(agents))
 
 
 def old_reward(rollout: Mapping[str, Any]) -> float | None:
-    """Returns the reward that a rescored rollout had before."""
     before = rollout.get("rescored_from") or {}
     return before.get("reward")
 
@@ -126,7 +121,6 @@ LEFT_OUT = {
     "failed": "groups that could not be scored by no fault of the model",
     "unscorable": "groups of which no rollout can be scored",
 }
-"""Why a group is not in the output."""
 
 _EXAMPLES = 5
 
@@ -135,8 +129,6 @@ OnProgress = Callable[["Tally"], None]
 
 @dataclass(frozen=True)
 class Example:
-    """A rollout whose reward changed."""
-
     rollout_id: str
     task_id: str
     old: float
@@ -145,16 +137,15 @@ class Example:
 
 @dataclass
 class Tally:
-    """The result of a rescoring: old and new scores.
+    """The result of a rescoring.
 
     Args:
         groups, rollouts: numbers in the output, including those of earlier runs.
-        already: number of groups in the output when the command resumed.
+        already: groups in the output when the command resumed.
         old, new: sums of rewards over the `compared` rollouts, which have both.
-        up, down: number of compared rollouts whose reward rose or fell.
-        unscorable: number of rollouts left out of their groups: the new score has no reward.
-        left_out: number of groups that are not in the output, by reason (see LEFT_OUT).
-        first: message of the first case of each reason.
+        up, down: compared rollouts whose reward rose or fell.
+        unscorable: rollouts left out of their groups: the new score has no reward.
+        left_out, first: groups that are not in the output by reason (LEFT_OUT); the first case.
     """
 
     groups: int = 0
@@ -203,48 +194,46 @@ class Tally:
 
 
 async def rescore(
-    sources: Sequence[str],
-    env_reference: str,
-    env_config: dict[str, Any],
-    out: Path,
+    spec: RunSpec[RescoreSettings],
     *,
-    rubric: str | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    processes: int = 2,
-    sandbox: SandboxConfig | None = None,
-    judge: JudgeConfig | None = None,
-    without_messages: bool = False,
     on_bad: Callable[[InputError], None] | None = None,
     on_progress: OnProgress = lambda tally: None,
 ) -> Tally:
-    """Scores every group of `sources` again and writes `out`, in the format of `process`."""
+    settings, sources, out = spec.settings, spec.settings.source, spec.settings.out
     _check_apart(sources, out)
-    reference = absolute(env_reference)
+    reference = absolute(spec.reference)
+    env_config = settings.env.model_dump(mode="json")
     environment = environment_of(reference, env_config)
-    rubric = absolute(rubric) if rubric is not None else None
+    rubric = absolute(settings.rubric) if settings.rubric is not None else None
     tally = Tally()
-    with _output(out, tally, resume=resume, overwrite=overwrite) as (output, done):
+    opening = _output(out, tally, resume=settings.resume, overwrite=settings.overwrite)
+    with opening as (output, done):
         async with open_scorers(
             reference,
             environment,
             env_config,
-            processes,
-            sandbox,
-            judge,
+            settings.processes,
+            settings.sandbox,
+            settings.judge,
             beside_source(sources, out.parent),
             rubric=rubric,
         ) as opened:
+
+            @functools.cache
+            def finder(split: str, seed: int) -> TaskFinder:
+                changed = {**env_config, "split": split, "seed": seed}
+                return TaskFinder(reference, changed, opened.address)
+
             work = _Rescoring(
                 scorers=opened.pool,
-                tasks=_Tasks(reference, env_config, opened.address),
+                find=finder,
                 env=environment.name,
                 by=rubric or environment.name,
-                without_messages=without_messages,
+                without_messages=settings.without_messages,
                 tally=tally,
             )
             groups = _unseen(read_groups(sources, on_bad), done)
-            scored = in_order(groups, work.line, 2 * processes, in_thread=True)
+            scored = in_order(groups, work.line, 2 * settings.processes, in_thread=True)
             async with contextlib.aclosing(scored):
                 async for _, line in scored:
                     if line is not None:
@@ -258,7 +247,6 @@ async def rescore(
 
 
 def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGroup]:
-    """Yields the groups whose ids are not in `done`, each once."""
     for group in groups:
         group_id = str(group.line["envserver"]["group_id"])
         if group_id not in done:
@@ -266,33 +254,16 @@ def _unseen(groups: Iterable[StoredGroup], done: set[str]) -> Iterator[StoredGro
             yield group
 
 
-class _Tasks:
-    def __init__(
-        self, reference: str, config: dict[str, Any], address: SandboxAddress | None
-    ) -> None:
-        self._reference, self._config, self._address = reference, config, address
-        self._finders: dict[tuple[str, int], TaskFinder] = {}
-
-    async def find(self, split: str, seed: int, task_id: str) -> Task:
-        finder = self._finders.get((split, seed))
-        if finder is None:
-            config = {**self._config, "split": split, "seed": seed}
-            finder = TaskFinder(self._reference, config, self._address)
-            self._finders[split, seed] = finder
-        return await finder.find(task_id)
-
-
 @dataclass
 class _Rescoring:
     scorers: ScorerPool
-    tasks: _Tasks
+    find: Callable[[str, int], TaskFinder]
     env: str
     by: str
     without_messages: bool
     tally: Tally
 
     async def line(self, group: StoredGroup) -> dict[str, Any] | None:
-        """Returns the group's line with its new scores; None if it has none."""
         facts = group.line["envserver"]
         if facts["env"] != self.env:
             words = f"{group.place}: {facts['env']!r}, not {self.env!r}"
@@ -303,7 +274,7 @@ class _Rescoring:
             return None
         try:
             split, seed = facts.get("split", "train"), facts.get("seed", 0)
-            task = await self.tasks.find(split, seed, facts["task_id"])
+            task = await self.find(split, seed).find(facts["task_id"])
         except NotFoundError as error:
             self.tally.leave_out("not_found", f"{group.place}: {error}")
             return None
@@ -337,7 +308,6 @@ class _Rescoring:
 
 
 def result_of(rollout: StoredRollout) -> Result:
-    """Returns what the scorer saw of `rollout`, as far as it was delivered."""
     others = [other for other in rollout.others if not other.get("trained", True)]
     untrained = sum(other.get("completion_tokens") or 0 for other in others)
     return Result(
@@ -370,8 +340,7 @@ def _check_apart(sources: Sequence[str], out: Path) -> None:
 def _output(
     path: Path, tally: Tally, *, resume: bool, overwrite: bool
 ) -> Iterator[tuple[OutputFile, set[str]]]:
-    """Opens the output; yields it with the ids of the groups that are in it, counted in `tally`.
-
+    """Yields the file and the ids of the groups in it, counted in `tally`.
     With `overwrite`, the first new group replaces the file.
     """
     with open_appending(path) as file:

@@ -17,7 +17,7 @@ from ..runners.messages import NAME_PATTERN
 from ..settings.config import (
     EngineConfig,
     EnvironmentSettings,
-    LogFormat,
+    Logged,
     LogLevel,
     MixSettings,
     OpenAIConfig,
@@ -28,7 +28,6 @@ from ..settings.config import (
     WorkersConfig,
 )
 from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
-from ..settings.section import Section
 from ..settings.server import (
     AlarmsConfig,
     DeliveryConfig,
@@ -39,8 +38,6 @@ from ..settings.server import (
 
 
 class ServeSettings(MixSettings):
-    """Settings of `serve`: groups for trainers."""
-
     for_training: ClassVar[bool] = True
 
     verbose: bool = False
@@ -49,8 +46,6 @@ class ServeSettings(MixSettings):
 
 
 class ProcessSettings(MixSettings):
-    """Settings and the flags that only `process` has."""
-
     resume: bool = False
     """Resume an existing output file: its groups are not made again."""
     overwrite: bool = False
@@ -62,8 +57,6 @@ class ProcessSettings(MixSettings):
 
 
 class EvaluateSettings(MixSettings):
-    """Settings and the flags that only `evaluate` has."""
-
     out: Path | None = None
     """Folder for groups and report; unset: runs/evaluate/<environment>-<time>."""
     resume: bool = False
@@ -93,8 +86,6 @@ class EvaluateSettings(MixSettings):
 
 
 class ScoreSettings(EnvironmentSettings):
-    """Settings of `score`."""
-
     input: Path
     """JSONL file of rows to score."""
     out: Path
@@ -106,8 +97,6 @@ class ScoreSettings(EnvironmentSettings):
 
 
 class RescoreSettings(EnvironmentSettings):
-    """Settings of `rescore`."""
-
     source: list[str] = Field(default_factory=list)
     """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
     be given first, without the flag.
@@ -131,8 +120,6 @@ class RescoreSettings(EnvironmentSettings):
 
 
 class ReplaySettings(Settings):
-    """Settings and the flags that only `replay` has."""
-
     source: list[str]
     """File of `process`, a folder of such files, a store, or a running server; may be given first.
     """
@@ -150,9 +137,7 @@ class ReplaySettings(Settings):
     """
 
 
-class VerifySettings(Section):
-    """Settings of `verify`."""
-
+class VerifySettings(Logged):
     source: str
     """JSONL file, or address of a running server (http://127.0.0.1:8000); may be given first."""
     openai: OpenAIConfig = OpenAIConfig()
@@ -184,14 +169,9 @@ class VerifySettings(Section):
     as_json: bool = False
     """Print the report as one JSON object."""
     log_level: LogLevel = "warning"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
 class RunSettings(Settings):
-    """Settings of `run`."""
-
     out: Path | None = None
     """File for the trajectory (also -o); unset: runs/ENVIRONMENT_TASK.traj.json."""
     include_tokens: bool = False
@@ -214,8 +194,6 @@ class RunSettings(Settings):
 
 
 class CheckSettings(EnvironmentSettings):
-    """Settings of `check`."""
-
     tasks: int = Field(default=50, ge=1)
     """Number of tasks to check with all known and absurd results; all if there are fewer."""
     rows: int | None = Field(default=None, ge=0)
@@ -246,8 +224,6 @@ class CheckSettings(EnvironmentSettings):
 
 
 class JoinSettings(Settings):
-    """Settings of `join`."""
-
     for_training: ClassVar[bool] = True
 
     url: str = ""
@@ -292,30 +268,18 @@ class JoinSettings(Settings):
         return ",".join(urls)
 
 
-class SandboxesServeSettings(Section):
-    """Settings of `sandboxes serve`."""
-
+class SandboxesServeSettings(Logged):
     server: ServerConfig = ServerConfig(port=8100)
     sandbox: SandboxMachineConfig = SandboxMachineConfig()
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
 
 
-class RunApiSettings(Section):
-    """Settings of `run-api`."""
-
+class RunApiSettings(Logged):
     server: ServerConfig = ServerConfig()
     store: StorePlace = "data/envserver.db"
     """Where groups are stored: a file (SQLite) or a database URL."""
     store_shared: bool = False
     """Share a PostgreSQL store with other servers: one leads, the others pass requests on to it and
     take over when it ends. Also --store.shared."""
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     telemetry: TelemetryConfig = TelemetryConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -16,8 +16,6 @@ from .run_settings import SandboxesServeSettings
 
 
 class ServedSandboxes:
-    """A machine that serves; `url` is for its clients."""
-
     def __init__(self, machine: SandboxMachine, health: Health, server: RunningServer) -> None:
         self.machine = machine
         self.url = server.url
@@ -25,7 +23,6 @@ class ServedSandboxes:
         self._server = server
 
     async def drain(self) -> None:
-        """Takes no more sandboxes, and waits until the open ones are closed."""
         self._health.drain()
         await self.machine.drain()
 

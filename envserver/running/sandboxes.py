@@ -26,10 +26,8 @@ async def sandboxes_of(
     config: SandboxConfig,
     isolation: Isolation | None = None,
 ) -> AsyncIterator[SandboxSource | None]:
-    """Yields what makes sandboxes; None if `environment` needs none.
-
-    If `environment` is an instance, its `sandboxes` are set, for use in `tasks`.
-    """
+    """Yields None if `environment` needs none. Of an instance, `sandboxes` is set, for use in
+    `tasks`."""
     if environment.sandbox is None and (isolation or environment.isolation) != "sandboxed":
         yield None
         return
@@ -64,9 +62,8 @@ async def _source(
 
 def private_paths(environment: Environment | type[Environment]) -> list[str]:
     """Returns the paths of environments and data that are not installed: no program may see them.
-
-    They are the folders of all environments that this process imported by path, and the paths in
-    the settings of `environment`, except for those of the system's programs and libraries.
+    They are the folders of all environments imported by path, and the paths in the settings of
+    `environment`, except for those of the system's programs and libraries.
     """
     named = [*loaded_paths()]
     if isinstance(environment, Environment):

@@ -1,12 +1,10 @@
 """The work of `envserver score`: scores rows of tasks and responses, without a model.
 
-Each input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
-`"messages": [...]` instead of the response; `"finish_reason"` may say that the answer was cut off.
-Each gives one output row, in input order: `{"line", "reward", "components", "metrics", "error",
-"rewards"}`.
-A bad row becomes an output row with an error and never stops the command; the command then ends
-with exit status 1. A row whose scorer died is scored once more. Memory is bounded by the
-rows in flight. The output file appears complete, under its name, at the end.
+An input row is `{"task": <a row of a data set, or a task id>, "response": "text"}`, or has
+`"messages"` instead of the response, perhaps `"finish_reason"`. Each gives one output row, in input
+order: `{"line", "reward", "components", "metrics", "error", "rewards"}`. A bad row becomes an
+output row with an error (exit status 1); a row whose scorer died is scored once more. Memory is
+bounded by the rows in flight. The output file appears complete, under its name, at the end.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ from .judging import judge_line, judge_of, scorer_processes
 from .sandboxes import sandboxes_of
 
 MAX_TASKS_SEARCHED = 100_000
-"""Maximum number of tasks searched for an id."""
 
 
 class TaskFinder:
@@ -63,6 +60,12 @@ class TaskFinder:
         self._seen: dict[str, Task] = {}
         self._tasks: Iterator[Task] | None = None
         self._split = ""
+
+    @classmethod
+    def of(cls, environment: Environment, reference: str, **changed: Any) -> TaskFinder:
+        """Finds the tasks of `environment`, with changed settings, in its sandboxes."""
+        address = getattr(getattr(environment, "sandboxes", None), "address", None)
+        return cls(reference, environment.config.model_dump(mode="json") | changed, address)
 
     async def find(self, task_id: str) -> Task:
         async with self._lock:
@@ -83,7 +86,7 @@ class TaskFinder:
             ) from error
 
     def find_here(self, task_id: str) -> Task:
-        """`find` in this thread, for a debugger: what the environment raises is raised as it is."""
+        """For a debugger: what the environment raises is raised as it is."""
         self._read_until(task_id)
         if task_id not in self._seen:
             raise self._missing(task_id)
@@ -118,8 +121,6 @@ def environment_of(reference: str, config: dict[str, Any]) -> Environment:
 
 @dataclass(frozen=True)
 class OpenScorers:
-    """Scorers with what they ask: sandboxes at `address`, a judge; either may be missing."""
-
     pool: ScorerPool
     address: SandboxAddress | None
     judge: JudgeServer | None
@@ -139,12 +140,7 @@ async def open_scorers(
     judge_folder: Path,
     **options: Any,
 ) -> AsyncIterator[OpenScorers]:
-    """Starts scorers for the block.
-
-    Args:
-        judge_folder: where the judge keeps its answers, unless its settings say it.
-        options: as of `ScorerPool`.
-    """
+    """`judge_folder`: where the judge keeps its answers, unless its settings say it."""
     judge = judge or JudgeConfig()
     async with (
         sandboxes_of(environment, sandbox or SandboxConfig()) as service,
@@ -171,15 +167,7 @@ Progress = Callable[[int, float], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The counts of the output.
-
-    Args:
-        unscorable: valid rows without a reward.
-        errors: rows with an error.
-        mean_reward: mean over the scored rows, None if there are none.
-        first_error: place and text of the first error.
-        judge: what the judge was asked and what it cost, if there is one.
-    """
+    """The counts of the output; `unscorable`: valid rows without a reward; `judge`: its cost."""
 
     rows: int = 0
     scored: int = 0
@@ -202,7 +190,6 @@ async def run_score(
     judge: JudgeConfig | None = None,
     progress: Progress = lambda rows, share: None,
 ) -> Summary:
-    """Scores every row of `input` into `output` (both JSONL)."""
     reference = absolute(env_reference)
     started = time.monotonic()
     summary = Summary()
@@ -222,9 +209,14 @@ async def run_score(
             reference, environment, env_config, processes, sandbox, judge, output.parent
         ) as opened:
             finder = TaskFinder(reference, env_config, opened.address)
-            scored_rows = in_order(
-                _lines(source), _Scoring(opened.pool, finder).row, MAX_BYTES_IN_FLIGHT, size=_size
-            )
+
+            async def score(line: _Line) -> ScoredRow:
+                try:
+                    return await opened.pool.score_row(await _read(line, finder))
+                except EnvserverError as error:
+                    return ScoredRow(error=f"{error.kind}: {error}")
+
+            scored_rows = in_order(_lines(source), score, MAX_BYTES_IN_FLIGHT, size=_size)
             async with aclosing(scored_rows):
                 async for line, scored in scored_rows:
                     deliver(line, scored)
@@ -242,44 +234,33 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def _size(line: _Line) -> int:
-    """Returns the bytes of a line, at least as many as leave room for MAX_ROWS_IN_FLIGHT."""
+    """At least as many bytes as leave room for MAX_ROWS_IN_FLIGHT."""
     return max(len(line.data or b""), MAX_BYTES_IN_FLIGHT // MAX_ROWS_IN_FLIGHT)
 
 
-class _Scoring:
-    def __init__(self, scorers: ScorerPool, finder: TaskFinder) -> None:
-        self._scorers = scorers
-        self._finder = finder
-
-    async def row(self, line: _Line) -> Score:
-        try:
-            return await self._scorers.score_row(await self._read(line))
-        except EnvserverError as error:
-            return Score(error=f"{error.kind}: {error}")
-
-    async def _read(self, line: _Line) -> RowToScore:
-        row = _parsed(line.data)
-        if "task" not in row:
-            raise InputError("The row has no key 'task'.")
-        task = row["task"]
-        if isinstance(task, str):
-            task = await self._finder.find(task)
-        elif not isinstance(task, dict):
-            raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
-        finish_reason = row.get("finish_reason")
-        if finish_reason is not None and not isinstance(finish_reason, str):
-            raise InputError("'finish_reason' must be a text.")
-        messages = _messages(row)
-        return RowToScore(
-            task=task,
-            response=_response(row, messages),
-            messages=messages,
-            finish_reason=finish_reason,
-        )
+async def _read(line: _Line, finder: TaskFinder) -> RowToScore:
+    row = _parsed(line.data)
+    if "task" not in row:
+        raise InputError("The row has no key 'task'.")
+    task = row["task"]
+    if isinstance(task, str):
+        task = await finder.find(task)
+    elif not isinstance(task, dict):
+        raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
+    finish_reason = row.get("finish_reason")
+    if finish_reason is not None and not isinstance(finish_reason, str):
+        raise InputError("'finish_reason' must be a text.")
+    messages = _messages(row)
+    return RowToScore(
+        task=task,
+        response=_response(row, messages),
+        messages=messages,
+        finish_reason=finish_reason,
+    )
 
 
 def _lines(source: BinaryIO) -> Iterator[_Line]:
-    """Yields the lines that are not blank; reads a line that is too long only up to the limit."""
+    """Skips blank lines; reads a line that is too long only up to the limit."""
     number = end = 0
     while data := source.readline(MAX_LINE_BYTES + 1):
         number += 1

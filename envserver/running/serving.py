@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
@@ -27,7 +28,7 @@ from .bootstrap import BootstrapServer, bootstrap_server
 from .hosting import Hosted, Members, hosted, loaded_parts
 from .judging import judge_line
 from .mix import Several
-from .stopping import Ending, Stop, run_until_stopped
+from .stopping import Ending, Stop, Stoppable, run_until_stopped
 from .tracking import tracking
 
 POLL_SECONDS = 0.2
@@ -42,9 +43,8 @@ class Served:
     Args:
         ending: "done": all wanted groups were made and acknowledged; "stopped"; "overdue": stopped,
             and open groups were cancelled after `server.drain_seconds`.
-        waiting: number of groups in the store that no trainer has acknowledged.
-        cut_off: number of cancelled groups of each environment; the next start makes them again.
-        judge: what the judge was asked and what it cost; "" without one.
+        waiting: groups in the store that no trainer has acknowledged.
+        cut_off: cancelled groups of each environment; the next start makes them again.
     """
 
     ending: Ending
@@ -54,50 +54,64 @@ class Served:
     judge: str
 
 
-class Serving:
-    """A running server; made by `serving`."""
+class ServingBase:
+    """A server that makes groups until it is stopped."""
 
-    def __init__(
-        self, settings: MixSettings, server: BootstrapServer, host: Hosted, alarms: AlarmBook
-    ) -> None:
+    def __init__(self, settings: MixSettings, server: BootstrapServer, alarms: AlarmBook) -> None:
         self.url = server.url
-        """Address for trainers."""
-        context = host.parts[0]
-        self.model_url = f"{context.proxy_url}/r/{context.proxy.open_unrecorded()}/v1"
-        """Endpoint of the model, with recording, for remote environments."""
+        self.model_url = self.runner_url = ""
         self._settings = settings
         self._server = server
-        self._host = host
         self._alarms = alarms
 
     async def numbers(self) -> dict[Name, float]:
-        """Returns the numbers of now that `/v1/series` shows."""
         return numbers_of(await self._server.metrics.families())
 
     def latest_group(self) -> Group | None:
-        """Returns the group that was made last here; None before any."""
-        return self._host.tally.latest_group
+        return None
 
     def alarms(self) -> list[str]:
-        """Returns what is wrong now, in sentences."""
         return [one.text for one in self._alarms.active]
+
+    async def _stopped(
+        self, work: Coroutine[Any, Any, None], scheduler: Stoppable, stop: Stop
+    ) -> Ending:
+        return await run_until_stopped(
+            work,
+            scheduler,
+            stop,
+            on_stop=self._server.health.drain,
+            drain_seconds=self._settings.server.drain_seconds,
+        )
+
+    async def _waiting(self) -> int:
+        counts = await self._server.store.counts()
+        return counts["queued"] + counts["buffered"] + counts["leased"]
+
+
+class Serving(ServingBase):
+    def __init__(
+        self, settings: MixSettings, server: BootstrapServer, host: Hosted, alarms: AlarmBook
+    ) -> None:
+        super().__init__(settings, server, alarms)
+        context = host.parts[0]
+        self.model_url = f"{context.proxy_url}/r/{context.proxy.open_unrecorded()}/v1"
+        """Endpoint of the model, with recording, for remote environments."""
+        self._host = host
+
+    def latest_group(self) -> Group | None:
+        return self._host.tally.latest_group
 
     async def run(self, stop: Stop, say: Callable[[str], object]) -> Served:
         """Makes groups until asked to stop, or until all wanted groups are made and delivered."""
         schedulers = self._host.schedulers
-        seconds = self._settings.server.drain_seconds
         try:
-            ending = await run_until_stopped(
-                self._run_then_wait(say),
-                schedulers,
-                stop,
-                on_stop=self._server.health.drain,
-                drain_seconds=seconds,
-            )
+            ending = await self._stopped(self._run_then_wait(say), schedulers, stop)
         finally:
             await self._server.close()
         cut_off = schedulers.cut_off()
         if ending == "overdue":
+            seconds = self._settings.server.drain_seconds
             _log.warning("drain_overdue", groups=cut_off, drain_seconds=seconds)
         auditor = self._host.auditor
         audit = auditor.summary() if auditor.fraction else ""
@@ -112,18 +126,11 @@ class Serving:
         while not schedulers.drained and (evaluations.busy or await self._waiting()):
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _waiting(self) -> int:
-        counts = await self._server.store.counts()
-        return counts["queued"] + counts["buffered"] + counts["leased"]
-
 
 @contextlib.asynccontextmanager
 async def serving(members: Members) -> AsyncIterator[Serving]:
-    """Opens the store and the server, and starts what `members` need."""
     settings = members[0].spec.settings
     check_alike(members)
-    for one in members:
-        check_sampling(one.environment, settings.sampling)
     expected = ["engine", *loaded_parts(members)]
     names = [one.share.name for one in members]
     async with (
@@ -152,7 +159,7 @@ def _alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFact
     audit = host.auditor.report()
     described = [one.proxy.engine_described() for one in host.parts]
     return msgspec.structs.replace(
-        server.alarm_facts(host.demand, store),
+        server.alarm_facts(host.delivery.demand, store),
         reward_ranges={name: (one.low, one.high) for name, one in ranges.items()},
         last_words=dict(host.tally.last_words),
         differs_at=next((one["differs_at"] for one in described if "differs_at" in one), ""),
@@ -174,7 +181,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         include_messages=config.include_messages,
         score_range=config.score_range,
         retention=settings.retention,
-        runners=host.runners,
+        runners=host.delivery.runners,
         orders=host.orders,
         episodes=host.episodes,
         alarms=alarms,
@@ -187,7 +194,6 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
 def warn_of_raw_logprobs(
     environment: Environment, sampling: SamplingConfig, kind: LogprobsKind
 ) -> None:
-    """Warns of rows that most trainers refuse."""
     if kind != "raw":
         return
     for setting, temperature in temperatures(environment, sampling).items():
@@ -204,10 +210,11 @@ def warn_of_raw_logprobs(
 
 
 def check_alike(members: Members) -> None:
-    """Checks that all environments send groups to trainers in one format."""
     configs = [one.environment.config for one in members]
     if len({(one.include_messages, one.score_range) for one in configs}) > 1:
         raise ConfigError(
             "The environments differ in include_messages or score_range.",
             hint="One server sends all groups in one form: set them under `env`.",
         )
+    for one in members:
+        check_sampling(one.environment, members[0].spec.settings.sampling)

@@ -1,7 +1,6 @@
 """`envserver models sim`: serves the simulated engine over HTTP, until Ctrl-C.
-
-Answers to the tasks of `--env` are right with probability `--sim.solve_probability`, since the
-engine then knows their demonstrations; without an environment its answers are arbitrary text.
+It knows the demonstrations of `--env` and is right with probability `--sim.solve_probability`;
+without an environment its answers are arbitrary text.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ async def run_sim(
     solver: Solver | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
-    """Serves the simulated engine until SIGINT or SIGTERM, then stops gracefully."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,7 +50,6 @@ async def run_sim(
 def demonstration_solver(
     environment: Environment, split: Split = "train", *, max_tasks: int = 10_000
 ) -> TextSolver:
-    """Returns a solver that knows the first tasks of an environment that have a demonstration."""
     tasks = itertools.islice(environment.tasks(split), max_tasks)
     exact = environment.exact_demonstrations
     return TextSolver(_demonstrations(environment, tasks), exact=exact)

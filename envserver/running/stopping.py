@@ -1,21 +1,19 @@
-"""Runs work on groups to its end, or until it is asked to stop.
-
-Nothing here sets signal handlers; a caller that wants them (the command line) does.
-"""
+"""Runs work on groups to its end, or until it is asked to stop. Sets no signal handlers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
+
+from envserver_records.waiting import cancel_and_wait
 
 Ending = Literal["done", "stopped", "overdue"]
 """How a run ended: by itself, when asked to stop, or cancelled after its time to stop."""
 
 
 class Stoppable(Protocol):
-    """Makes groups, and can be stopped from beginning more."""
-
     @property
     def open_groups(self) -> int: ...
 
@@ -27,16 +25,13 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
-        """Whether the run was asked to stop."""
         self.cancelled = False
-        """Whether its open groups were cancelled."""
         self._scheduler: Stoppable | None = None
         self._drain: Callable[[], None] = _nothing
         self._cancel: Callable[[], object] = _nothing
 
     @property
     def open_groups(self) -> int:
-        """Number of groups that are being made now."""
         return 0 if self._scheduler is None else self._scheduler.open_groups
 
     def finish(self) -> None:
@@ -62,6 +57,16 @@ class Stop:
 
     def detach(self) -> None:
         self._scheduler, self._drain, self._cancel = None, _nothing, _nothing
+
+
+@asynccontextmanager
+async def beside(name: str, work: Coroutine[Any, Any, Any]) -> AsyncIterator[asyncio.Task[Any]]:
+    """Runs `work` in the background of the block; await the task, or it is cancelled at the end."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield task
+    finally:
+        await cancel_and_wait(task)
 
 
 async def run_until_stopped(
@@ -101,5 +106,4 @@ async def run_until_stopped(
     return "stopped" if stop.asked else "done"
 
 
-def _nothing() -> None:
-    """Does nothing; used before a run has begun and after it has ended."""
+def _nothing() -> None: ...

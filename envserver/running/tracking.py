@@ -1,7 +1,5 @@
 """Sends the numbers of a run to trackers: `--track` of `process`, `serve` and `evaluate`.
-
-In: events of rollouts and groups. Out: calls of trackers, each in a thread of its own. A tracker
-that fails or hangs stops nothing; it is reported once and then left alone.
+Each tracker has a thread of its own; one that fails or hangs is reported once and stops nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ import asyncio
 import contextlib
 import importlib.util
 import math
+import operator
 import os
 import queue
 import threading
@@ -26,7 +25,6 @@ from envserver_records.errors import ConfigError
 from envserver_records.extras import missing_module_hint
 from envserver_records.records import Group, Message, Trajectory, text_of
 from envserver_records.tracking import Row, Tracker, TrackerName, open_tracker
-from envserver_records.waiting import cancel_and_wait
 from pydantic import BaseModel
 
 from ..rollouts.events import (
@@ -39,14 +37,13 @@ from ..rollouts.events import (
 )
 from ..settings.runs import TrackingConfig
 from ..telemetry.redaction import redacted
+from .stopping import beside
 
 _MOST_CHARACTERS: Final = 4000
 _MOST_KINDS: Final = 50
 
 
 class _Sums:
-    """Sums since the last write, of one environment or of all."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
@@ -60,16 +57,11 @@ class _Sums:
 
 
 class TrackedNumbers:
-    """The numbers of a run; `observe` takes its events.
-
-    Args:
-        most_groups: groups whose rollouts are kept for the table.
-        link: start of the link to a group; "": there is no page.
-    """
+    """The numbers of a run. `most_groups`: kept for the table; `link`: start of the link to a
+    group."""
 
     def __init__(self, most_groups: int, link: str = "") -> None:
         self.groups = 0
-        """Groups delivered."""
         self.link = link
         self._latest: deque[Group] = deque(maxlen=most_groups)
         self._since: dict[str, _Sums] = {}
@@ -123,7 +115,6 @@ class TrackedNumbers:
             self._totals[name] += 1
 
     def scalars(self, seconds: float) -> dict[str, float]:
-        """Returns the numbers since the last call, and the totals; begins anew."""
         several = len(self._since) > 2
         found: dict[str, float] = {}
         for environment, sums in self._since.items():
@@ -140,13 +131,11 @@ class TrackedNumbers:
         return found | dict(self._totals)
 
     def take_groups(self) -> list[Group]:
-        """Returns the latest groups since the last call, oldest first."""
         groups = [*self._latest]
         self._latest.clear()
         return groups
 
     def rows(self, step: int, groups: list[Group]) -> list[Row]:
-        """Returns the best and the worst rollout of each group."""
         return [row for group in groups for row in _rows(step, group, self.link)]
 
 
@@ -159,23 +148,14 @@ def _rows(step: int, group: Group, link: str) -> list[Row]:
     if not placed:
         return []
     rewards = [reward for reward, _, _ in placed]
-    chosen = {number: one for _, number, one in (max(placed, key=_first), min(placed, key=_first))}
+    by_reward = operator.itemgetter(0)
+    chosen = (max(placed, key=by_reward), min(placed, key=by_reward))
     mean, deviation = fmean(rewards), pstdev(rewards)
+    # TRL's advantage: the distance from the group's mean in its deviations.
     return [
-        _row(step, group, number, one, _advantage(one, mean, deviation), link)
-        for number, one in chosen.items()
+        _row(step, group, number, one, (reward - mean) / (deviation + 1e-4), link)
+        for number, (reward, one) in {n: (reward, one) for reward, n, one in chosen}.items()
     ]
-
-
-def _first(placed: tuple[float, int, Trajectory]) -> float:
-    return placed[0]
-
-
-def _advantage(one: Trajectory, mean: float, deviation: float) -> float:
-    """Returns TRL's advantage: the distance from the group's mean in its deviations."""
-    reward = one.score.reward
-    assert reward is not None
-    return (reward - mean) / (deviation + 1e-4)
 
 
 def _row(step: int, group: Group, number: int, one: Trajectory, advantage: float, link: str) -> Row:
@@ -231,14 +211,10 @@ def _with_calls(message: Message) -> str:
 _log = structlog.get_logger("envserver.tracking")
 
 _MOST_CALLS: Final = 256
-_QUIET: Final = {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
 
 
 class Tracking:
-    """The trackers of one run; made by `tracking`.
-
-    `step`: groups delivered, those of earlier runs included; set `already` before the first.
-    """
+    """The trackers of one run; set `already` (groups of earlier runs) before the first."""
 
     def __init__(self, numbers: TrackedNumbers, lanes: Sequence[_Lane], every: float) -> None:
         self.already = 0
@@ -253,11 +229,9 @@ class Tracking:
         return partial(self._numbers.observe, environment)
 
     def link(self, start: str) -> None:
-        """Sets where links to groups begin, once the address is known."""
         self._numbers.link = start
 
     def write(self) -> None:
-        """Writes the numbers since the last call, if there is a new group."""
         if self._numbers.groups == self._written:
             return
         now = time.monotonic()
@@ -275,7 +249,6 @@ class Tracking:
                 lane.send(lambda tracker: _add_rows(tracker, self._numbers, step, groups))
 
     def summary(self, values: dict[str, float]) -> None:
-        """Writes numbers of the whole run, after its last ones."""
         self.write()
         step = self.already + self._numbers.groups
         for lane in self._lanes:
@@ -297,7 +270,6 @@ async def tracking(
     command: str,
     environments: Sequence[str],
 ) -> AsyncIterator[Tracking | None]:
-    """Opens trackers; yields None without any."""
     if not track:
         yield None
         return
@@ -306,8 +278,7 @@ async def tracking(
             raise ConfigError(
                 f"--track {name} needs the package {name}.", hint=missing_module_hint(name)
             )
-    for variable, value in _QUIET.items():
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     named = "+".join(environments) if len(environments) < 4 else "several"
     run = config.name or f"{command}-{named}-{time.strftime('%Y%m%d-%H%M%S')}"
     facts = without_secrets(settings.model_dump(mode="json")) | {"command": command}
@@ -315,11 +286,10 @@ async def tracking(
     numbers = TrackedNumbers((config.rollouts + 1) // 2)
     opened = Tracking(numbers, lanes, 60 * config.rollouts_minutes)
     _log.info("tracking", trackers=list(track), run=run, folder=str(config.folder))
-    writing = asyncio.create_task(_write_regularly(opened, config.seconds), name="tracking")
     try:
-        yield opened
+        async with beside("tracking", _write_regularly(opened, config.seconds)):
+            yield opened
     finally:
-        await cancel_and_wait(writing)
         opened.write()
         await asyncio.to_thread(_close, lanes, config.close_seconds)
 
@@ -346,7 +316,6 @@ def _opened(name: TrackerName, config: TrackingConfig, run: str, facts: dict[str
 
 
 def without_secrets(value: Any) -> Any:
-    """Returns JSON without anything that looks like a secret."""
     if isinstance(value, dict):
         return {str(key): without_secrets(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -355,8 +324,6 @@ def without_secrets(value: Any) -> Any:
 
 
 class _Lane:
-    """The thread of one tracker, which gets its calls in order."""
-
     def __init__(self, name: str, opening: Callable[[], Tracker]) -> None:
         self._name = name
         self._opening = opening
@@ -367,19 +334,16 @@ class _Lane:
         self._thread.start()
 
     def send(self, call: Callable[[Tracker], None]) -> None:
-        """Queues a call; one that finds no room is left out."""
         try:
             self._calls.put_nowait(call)
         except queue.Full:
             self._tell("It is too slow: calls are left out.")
 
     def end(self) -> None:
-        """Lets the thread end after the calls that are queued."""
         with contextlib.suppress(queue.Full):
             self._calls.put_nowait(None)
 
     def wait(self, seconds: float) -> None:
-        """Waits for the end, `seconds` at most."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self._tell("It did not end in time (tracking.close_seconds): the rest may be lost.")

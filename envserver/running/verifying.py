@@ -1,8 +1,6 @@
 """The work of `envserver verify`: compares delivered groups with what the engine computes now.
-
-Every row is checked by itself (ids, masks, labels, logprobs, versions). Comparable rows, or a
-sample of them, are scored again by the engine. Each row is compared, or counted under a reason, or
-named in a finding.
+Every row is checked by itself. Comparable rows, or a sample of them, are scored again by the
+engine. Each row is compared, or counted under a reason, or named in a finding.
 """
 
 from __future__ import annotations
@@ -54,43 +52,29 @@ def parse_sample(text: str | None) -> Sample:
     if text is None:
         return Sample()
     try:
-        if text.endswith("%"):
-            return _share(float(text[:-1]) / 100)
-        if text.isdecimal():
-            if int(text) > 0:
-                return Sample(count=int(text))
-            raise ValueError
-        return _share(float(text))
+        if text.isdecimal() and int(text) > 0:
+            return Sample(count=int(text))
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
+        share = 0.0
+    if not 0 < share <= 1 or text.isdecimal():
         raise ConfigError(
             f"--sample: {text!r} is neither a share (1% or 0.01) nor a number of rows (20)."
-        ) from None
-
-
-def _share(share: float) -> Sample:
-    if not 0 < share <= 1:
-        raise ValueError
+        )
     return Sample(share=share)
 
 
 class Report:
-    """The results so far."""
-
     def __init__(self, tolerance: float, version: int) -> None:
         self.version = version
         self.groups = 0
         self.rows = 0
         self.unsealed = 0
-        """Number of groups without a digest."""
         self.totals = Totals(tolerance)
         self.not_compared: Counter[str] = Counter()
-        """Number of rows by reason."""
         self.tokens_not_compared: Counter[str] = Counter()
-        """Number of their trained tokens by reason."""
         self.kinds: Counter[str] = Counter()
-        """Number of all findings by kind."""
         self.findings: list[Finding] = []
-        """The first findings."""
         self._worst: list[tuple[float, int, Difference]] = []
 
     @property
@@ -117,7 +101,6 @@ class Report:
             self.add_finding(finding)
 
     def leave_out(self, row: AuditedRow, reason: str) -> None:
-        """Counts that `row` is not compared, for a key of NOT_COMPARED."""
         self.not_compared[reason] += 1
         self.tokens_not_compared[reason] += len(row.trained)
 
@@ -229,9 +212,8 @@ async def _chosen(
     source: Source, report: Report, sample: Sample, seed: int, tell: Callable[[float | None], None]
 ) -> AsyncGenerator[AuditedRow]:
     """Yields the rows to compare; counts all others in `report`.
-
-    To sample a number of rows, all comparable rows must be read first: those with the lowest shares
-    are kept, so that the choice does not depend on the order of the rows.
+    To sample a number of rows, all comparable rows are read first and those with the lowest shares
+    kept, so that the choice does not depend on the order of the rows.
     """
     kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
@@ -258,11 +240,7 @@ async def _chosen(
 async def verify_source(
     settings: VerifySettings, on_progress: Progress = lambda groups, rows, share: None
 ) -> tuple[Report, str]:
-    """Checks what the settings name.
-
-    Returns:
-        The report, and the name of the model that scored.
-    """
+    """Also returns the name of the model that scored."""
     sample = parse_sample(settings.sample)
     async with AsyncExitStack() as stack:
         source: FileSource | ServerSource

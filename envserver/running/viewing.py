@@ -28,8 +28,6 @@ _PARTS: Final = {
 
 
 class Viewing(NamedTuple):
-    """What is looked at, without passwords, and the address of its page."""
-
     title: str
     url: str
 
@@ -38,42 +36,21 @@ class Viewing(NamedTuple):
 async def viewing(
     places: Sequence[str], *, host: str = "127.0.0.1", port: int = 0
 ) -> AsyncIterator[Viewing]:
-    """Serves the page while the context is open.
-
-    Args:
-        places: files, folders, a store, or a server's URL; several are compared.
-        host: a loopback address.
-        port: 0 picks a free one.
-    """
     looked_at = viewed(places)
-    _check(looked_at)
+    if looked_at.is_on_disk:
+        files = looked_at.files()  # raises what is wrong with them
+        if looked_at.kind == "file":
+            first = next(FileScan(Path(files[0].path)).found(Documents()), None)
+            if isinstance(first, InputError):
+                raise first
     async with AsyncExitStack() as stack:
-        app = await _application(stack, looked_at)
+        over = {"server": _over_server, "store": _over_store}.get(looked_at.kind, _over_files)
+        app = await over(stack, looked_at)
         from ..http.server import serve_api
 
         server = await serve_api(app, host, port)
         stack.push_async_callback(server.close, at_once=True)
         yield Viewing(looked_at.title, server.url)
-
-
-def _check(looked_at: Viewed) -> None:
-    if not looked_at.is_on_disk:
-        return
-    files = looked_at.files()
-    if looked_at.kind != "file":
-        return
-    documents = Documents()
-    first = next(FileScan(Path(files[0].path)).found(documents), None)
-    if isinstance(first, InputError):
-        raise first
-
-
-async def _application(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
-    if looked_at.kind == "server":
-        return await _over_server(stack, looked_at)
-    if looked_at.kind == "store":
-        return await _over_store(stack, looked_at)
-    return await _over_files(stack, looked_at)
 
 
 async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
@@ -85,7 +62,7 @@ async def _over_files(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..viewing.index import open_index
     from ..viewing.indexing_process import follow_index
     from ..viewing.sources import FailureFiles
-    from .bootstrap import beside
+    from .stopping import beside
 
     await found.first()
     groups = await stack.enter_async_context(open_index(found.index))
@@ -108,7 +85,7 @@ async def _over_store(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
     from ..trainers.live_events import Feed
     from ..viewing.app import create_viewer
     from ..viewing.indexing_process import follow_store, last_number
-    from .bootstrap import beside
+    from .stopping import beside
 
     groups = await stack.enter_async_context(open_reader(store_at(looked_at.places[0])))
     feed = Feed()

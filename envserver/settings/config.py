@@ -428,16 +428,21 @@ class RolloutsConfig(DeliveryConfig):
         return self
 
 
-class EnvironmentSettings(Section):
+class Logged(Section):
+    """Settings of a command that shows log lines."""
+
+    log_level: LogLevel = "info"
+    """Minimum log level."""
+    log_format: LogFormat = "auto"
+    """Format of log lines; auto: console. json is for log collectors."""
+
+
+class EnvironmentSettings(Logged):
     """Settings of every command with an environment; `env` gets the type of its Config."""
 
     environment: str | None = None
     """Name of a built-in or installed environment, path/to/file.py[:Class], a folder, or rows:
     rows.jsonl, hub:owner/name."""
-    log_level: LogLevel = "info"
-    """Minimum log level."""
-    log_format: LogFormat = "auto"
-    """Format of log lines; auto: console. json is for log collectors."""
     env: EnvironmentConfig = EnvironmentConfig()
 
 

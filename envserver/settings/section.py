@@ -56,7 +56,7 @@ class Section(Described):
 
 @functools.cache
 def descriptions(model: type[BaseModel]) -> dict[str, str]:
-    """Returns the description of each field that has one; for its users to read, not to change."""
+    """Not to be changed, for it is cached."""
     found: dict[str, str] = {}
     for base in reversed(model.__mro__):
         found |= _of_module(base.__module__).get(base.__qualname__, {})
@@ -72,7 +72,7 @@ def describe_fields(model: type[BaseModel]) -> None:
 
 @functools.cache
 def _of_module(name: str) -> dict[str, dict[str, str]]:
-    """Returns the docstrings below the fields of each class; none if there is no source."""
+    """The docstrings below the fields of each class; none if there is no source."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[name]))
     except (KeyError, OSError, TypeError):
@@ -177,7 +177,6 @@ class EnvironmentConfig(Section):
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError: `url` is not the address of a server."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError("an address must look like http://host:port/v1")

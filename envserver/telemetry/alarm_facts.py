@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal
+from collections.abc import Mapping
+from typing import Any, Final, Literal
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import msgspec
@@ -19,50 +19,48 @@ _OFF_SECONDS: Final = 150.0
 
 
 class Curves:
-    """The samples of some times.
-
-    Args:
-        times: seconds since 1970, ascending, at least one.
-        columns: values by name and labels, each as long as `times`.
-    """
+    """The samples of some times (at least one, ascending); each column is as long as `times`."""
 
     def __init__(self, times: Array, columns: Mapping[Name, Array]) -> None:
         self.times = times
-        self._named: dict[str, list[tuple[dict[str, str], Array]]] = {}
+        self._columns: dict[str, list[tuple[dict[str, str], Array]]] = {}
         for name, values in columns.items():
-            self._named.setdefault(name.name, []).append((dict(name.labels), np.nan_to_num(values)))
+            self._columns.setdefault(name.name, []).append((dict(name.labels), values))
+        self._numbers: dict[str, list[tuple[dict[str, str], Array]]] = {}
+
+    def _named(self, name: str) -> list[tuple[dict[str, str], Array]]:
+        if name not in self._numbers:
+            listed = self._columns.get(name, ())
+            self._numbers[name] = [(labels, np.nan_to_num(values)) for labels, values in listed]
+        return self._numbers[name]
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
         return sorted({of[label] for of, _ in self._matching(name, labels) if label in of})
 
     def level(self, name: str, **labels: str) -> Array:
-        """Returns the sum of gauges at each time."""
+        """The sum of gauges at each time."""
         return self._summed([values for _, values in self._matching(name, labels)])
 
     def now(self, name: str, **labels: str) -> float:
-        """Returns the sum of gauges at the last time."""
         return float(self.level(name, **labels)[-1])
 
     def growth(self, name: str, **labels: str) -> Array:
-        """Returns how much counters grew since the first time, at each time."""
+        """How much counters grew since the first time, at each time."""
         return self._summed([_growth(values) for _, values in self._matching(name, labels)])
 
     def grown(self, seconds: float, name: str, **labels: str) -> float:
-        """Returns how much counters grew in the last `seconds`."""
         growth = self.growth(name, **labels)
         return float(growth[-1] - growth[self.index(seconds)])
 
     def total(self, seconds: float, name: str, count: str, **labels: str) -> tuple[float, float]:
-        """Returns the growth of a histogram's sum and count in the last `seconds`."""
+        """The growth of a histogram's sum and count in the last `seconds`."""
         sums, counts = self.sums(name, count, **labels)
         start = self.index(seconds)
         return float(sums[-1] - sums[start]), float(counts[-1] - counts[start])
 
     def sums(self, name: str, count: str, **labels: str) -> tuple[Array, Array]:
-        """Returns the growth of a sum that may fall, and that of its count.
-
-        The count shows where both began again.
-        """
+        """The growth of a sum that may fall, and of its count, which shows where both began
+        again."""
         sums, counts = [], []
         for of, counted in self._matching(count, labels):
             values = next((own for other, own in self._matching(name, of) if other == of), None)
@@ -74,12 +72,12 @@ class Curves:
         return self._summed(sums), self._summed(counts)
 
     def index(self, seconds: float) -> int:
-        """Returns the index of the first time that is at most `seconds` ago."""
+        """The index of the first time that is at most `seconds` ago."""
         return int(np.searchsorted(self.times, self.times[-1] - seconds))
 
     def seconds_since(self, held: NDArray[np.bool_]) -> float:
-        """Returns for how many seconds `held` has been true without a break; 0: it is not now. A
-        time of which nothing was recorded is a break: the server was off.
+        """For how many seconds `held` has been true without a break; 0: it is not now. A time of
+        which nothing was recorded is a break: the server was off.
         """
         if not held[-1]:
             return 0.0
@@ -88,7 +86,7 @@ class Curves:
         return float(self.times[-1] - self.times[first])
 
     def _matching(self, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], Array]]:
-        return [one for one in self._named.get(name, ()) if labels.items() <= one[0].items()]
+        return [one for one in self._named(name) if labels.items() <= one[0].items()]
 
     def _summed(self, arrays: list[Array]) -> Array:
         return np.sum(arrays, axis=0) if arrays else np.zeros(len(self.times))
@@ -120,8 +118,7 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
         last_words: the latest message of each kind of failure.
         broken: the parts that are down or limited, and why; see `http.health`.
         groups_wanted: groups that the least demanding trainer takes at a time; 0: no trainer.
-        disk_free_bytes: left on the disk of the store; None: unknown.
-        differs_at: the first message that the engine rendered otherwise than we do; "": none.
+        differs_at: the first message that the engine rendered otherwise than we do.
         audited, differing: rows whose logprobs were computed again; those that differ.
     """
 
@@ -135,32 +132,34 @@ class AlarmFacts(msgspec.Struct, frozen=True, kw_only=True):
     differing: int = 0
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something is wrong now.
+class Alarm(msgspec.Struct, frozen=True):
+    """Something is wrong now; the fields are those of `GET /v1/alarms`.
 
     Args:
         text: a whole sentence.
-        about: a replica, or another part; "": the environment, or the server.
         environment: None: not of one environment.
-        since: seconds since 1970, if the numbers tell.
+        link: the page of the dashboard that shows more.
+        since: seconds since 1970; 0: the numbers do not tell.
+        about: a replica, or another part; "": the environment, or the server.
     """
 
     name: str
     severity: Severity
     text: str
-    about: str = ""
     environment: str | None = None
     link: str = "#/"
-    since: float | None = None
+    since: float = 0.0
+    about: str = ""
 
     @property
     def key(self) -> Key:
         return (self.name, self.about or self.environment or "")
 
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
 
 class Situation(msgspec.Struct, frozen=True):
-    """The numbers over time, the facts of now, and which alarms are active."""
-
     curves: Curves
     facts: AlarmFacts
     config: AlarmsConfig
@@ -168,7 +167,6 @@ class Situation(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds over which shares are taken."""
         return self.config.span_minutes * 60
 
     def bound(self, name: str, about: str, threshold: float) -> float:
@@ -179,25 +177,18 @@ class Situation(msgspec.Struct, frozen=True):
         return self.facts.reward_ranges.get(environment, (0.0, 1.0))
 
     def grown(self, name: str, **labels: str) -> float:
-        """Returns how much counters grew in the span of shares."""
         return self.curves.grown(self.seconds, name, **labels)
 
+    def ago(self, seconds: float) -> float:
+        return float(self.curves.times[-1] - seconds)
+
     def recently(self) -> str:
-        """Returns the span of shares in words: `in the last 10 minutes`."""
         known = float(self.curves.times[-1] - self.curves.times[0])
         return f"in the last {duration(min(self.seconds, known))}"
 
 
-class Rule(msgspec.Struct, frozen=True):
-    """An alarm: its name, what it means, and the function that finds it."""
-
-    name: str
-    meaning: str
-    find: Callable[[Situation], Iterator[Finding]]
-
-
 def duration(seconds: float) -> str:
-    """Returns `1 second`, `12 minutes`, `3 hours`."""
+    """`1 second`, `12 minutes`, `3 hours`."""
     for unit, size in (("hour", 3600), ("minute", 60)):
         if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
             return counted(int(seconds // size), unit)
@@ -205,27 +196,24 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: float, noun: str) -> str:
-    """Returns `1 group`, `2 groups`."""
     return f"{number:,.0f} {noun}" if number == 1 else f"{number:,.0f} {noun}s"
 
 
 def percent(share: float) -> str:
-    """Returns a share as a percentage, rounded so that 99.9 % is not shown as 100 %."""
+    """Rounded so that 99.9 % is not shown as 100 %."""
     return f"{min(99.0, 100 * share) if share < 1 else 100.0:.0f} %"
 
 
 def short(text: str) -> str:
-    """Returns a message of another program as one bounded line."""
+    """A message of another program as one bounded line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
 
 
 def of_groups(environment: str, **filters: str) -> str:
-    """Returns the link to the list of an environment's groups."""
     return f"#/groups?{urlencode({'environment': environment, **filters})}"
 
 
 def without_credentials(url: str) -> str:
-    """Returns an address without a user and a password."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .alarm_facts import (
+    Alarm,
     AlarmFacts,
     Array,
-    Finding,
     Situation,
     counted,
     duration,
@@ -52,8 +52,17 @@ _WHOSE: Final = {
 }
 
 
-def no_trainer(at: Situation) -> Iterator[Finding]:
-    """Enough groups wait for a batch, and no trainer leases."""
+Rule = Callable[[Situation], Iterator[Alarm]]
+RULES: Final[list[Rule]] = []
+
+
+def rule(find: Rule) -> Rule:
+    RULES.append(find)
+    return find
+
+
+@rule
+def no_trainer(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
     waiting = curves.level("envserver_groups", state="queued")
     leased = curves.growth("envserver_leases_total", end="leased")
@@ -61,36 +70,26 @@ def no_trainer(at: Situation) -> Iterator[Finding]:
     seconds = curves.seconds_since(idle)
     if not idle[-1] or seconds < 60 * at.config.no_trainer_minutes:
         return
-    yield Finding(
-        name="no_trainer",
-        severity="warning",
-        text=(
-            f"No trainer has leased for {duration(seconds)}, while "
-            f"{counted(waiting[-1], 'group')} wait."
-        ),
-        link="#/runs",
-        since=float(curves.times[-1] - seconds),
+    text = (
+        f"No trainer has leased for {duration(seconds)}, while "
+        f"{counted(waiting[-1], 'group')} wait."
     )
+    yield Alarm("no_trainer", "warning", text, link="#/runs", since=at.ago(seconds))
 
 
-def calls_paused(at: Situation) -> Iterator[Finding]:
-    """A trainer paused the model's calls, and does not resume them."""
+@rule
+def calls_paused(at: Situation) -> Iterator[Alarm]:
     paused = at.curves.level("envserver_paused") > 0
     seconds = at.curves.seconds_since(paused)
     if not paused[-1] or seconds < 60 * at.config.paused_minutes:
         return
     held = at.curves.now("envserver_calls_waiting")
-    yield Finding(
-        name="calls_paused",
-        severity="warning",
-        text=f"Model calls have been paused for {duration(seconds)}; {held:g} of them wait.",
-        link="#/engines",
-        since=float(at.curves.times[-1] - seconds),
-    )
+    text = f"Model calls have been paused for {duration(seconds)}; {held:g} of them wait."
+    yield Alarm("calls_paused", "warning", text, link="#/engines", since=at.ago(seconds))
 
 
-def rollouts_hang(at: Situation) -> Iterator[Finding]:
-    """Rollouts run, and none ends."""
+@rule
+def rollouts_hang(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
     if curves.now("envserver_paused"):
         return
@@ -111,21 +110,15 @@ def rollouts_hang(at: Situation) -> Iterator[Finding]:
             continue
         if not still[-1] or seconds < limit:
             continue
-        yield Finding(
-            name="rollouts_hang",
-            severity="critical",
-            text=(
-                f"No rollout of {environment} has ended for {duration(seconds)}, while "
-                f"{counted(running[-1], 'rollout')} run."
-            ),
-            environment=environment,
-            link="#/workers",
-            since=float(curves.times[-1] - seconds),
+        text = (
+            f"No rollout of {environment} has ended for {duration(seconds)}, while "
+            f"{counted(running[-1], 'rollout')} run."
         )
+        yield Alarm("rollouts_hang", "critical", text, environment, "#/workers", at.ago(seconds))
 
 
-def rollouts_lost(at: Situation) -> Iterator[Finding]:
-    """Rollouts are lost that the model is not to blame for."""
+@rule
+def rollouts_lost(at: Situation) -> Iterator[Alarm]:
     for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
         of = {"environment": environment}
         ended = at.grown("envserver_rollouts_total", **of)
@@ -140,15 +133,12 @@ def rollouts_lost(at: Situation) -> Iterator[Finding]:
         ]
         count, kind = max(kinds, default=(0.0, ""))
         why = f", most to {_whose(kind)} ({kind}, {counted(count, 'attempt')})" if count else ""
-        yield Finding(
-            name="rollouts_lost",
-            severity="critical",
-            text=(
-                f"{percent(lost / ended)} of the rollouts of {environment} ({lost:g} of "
-                f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
-            ),
-            environment=environment,
-            link=f"#/failures?environment={environment}",
+        text = (
+            f"{percent(lost / ended)} of the rollouts of {environment} ({lost:g} of "
+            f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
+        )
+        yield Alarm(
+            "rollouts_lost", "critical", text, environment, f"#/failures?environment={environment}"
         )
 
 
@@ -161,7 +151,8 @@ def _words(facts: AlarmFacts, kind: str) -> str:
     return f": {words}" if words else ""
 
 
-def workers_die(at: Situation) -> Iterator[Finding]:
+@rule
+def workers_die(at: Situation) -> Iterator[Alarm]:
     for environment in at.curves.values_of("envserver_worker_deaths_total", "environment"):
         of = {"environment": environment}
         kinds = [
@@ -176,20 +167,15 @@ def workers_die(at: Situation) -> Iterator[Finding]:
         if deaths < at.bound("workers_die", environment, least):
             continue
         _, kind = max(kinds)
-        yield Finding(
-            name="workers_die",
-            severity="critical",
-            text=(
-                f"{counted(deaths, 'worker')} of {environment} died {at.recently()} "
-                f"({kind}){_words(at.facts, kind)}."
-            ),
-            environment=environment,
-            link="#/workers",
+        text = (
+            f"{counted(deaths, 'worker')} of {environment} died {at.recently()} "
+            f"({kind}){_words(at.facts, kind)}."
         )
+        yield Alarm("workers_die", "critical", text, environment, "#/workers")
 
 
-def rollouts_cut(at: Situation) -> Iterator[Finding]:
-    """A limit ends many rollouts, or cuts their answers."""
+@rule
+def rollouts_cut(at: Situation) -> Iterator[Alarm]:
     everything = cut = 0.0
     for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
         of = {"environment": environment}
@@ -207,55 +193,43 @@ def rollouts_cut(at: Situation) -> Iterator[Finding]:
             continue
         limit = max(at_limit, key=lambda one: at_limit[one])
         cut += count
-        yield Finding(
-            name="rollouts_cut",
-            severity="warning",
-            text=(
-                f"{percent(count / ended)} of the rollouts of {environment} ({count:g} of "
-                f"{ended:g} {at.recently()}) end at a limit, most at "
-                f"{_LIMITS.get(limit, limit)}."
-            ),
-            environment=environment,
-            link=of_groups(environment, end=limit),
+        text = (
+            f"{percent(count / ended)} of the rollouts of {environment} ({count:g} of "
+            f"{ended:g} {at.recently()}) end at a limit, most at "
+            f"{_LIMITS.get(limit, limit)}."
         )
+        yield Alarm("rollouts_cut", "warning", text, environment, of_groups(environment, end=limit))
     answers = at.grown("envserver_flags_total", flag="truncated_length")
     bound = at.bound("rollouts_cut", "answers", at.config.cut_share)
     if not cut and everything >= at.config.fewest and answers >= bound * everything:
-        yield Finding(
-            name="rollouts_cut",
-            severity="warning",
-            text=(
-                f"{percent(answers / everything)} of the rollouts ({answers:g} of "
-                f"{everything:g} {at.recently()}) have an answer that is cut off at its limit of "
-                "tokens (sampling.max_tokens)."
-            ),
-            about="answers",
-            link="#/groups?flag=truncated_length",
+        text = (
+            f"{percent(answers / everything)} of the rollouts ({answers:g} of "
+            f"{everything:g} {at.recently()}) have an answer that is cut off at its limit of "
+            "tokens (sampling.max_tokens)."
+        )
+        yield Alarm(
+            "rollouts_cut", "warning", text, about="answers", link="#/groups?flag=truncated_length"
         )
 
 
-def conversations_split(at: Situation) -> Iterator[Finding]:
-    """Many conversations are not continued by tokens: each of their calls is a row."""
+@rule
+def conversations_split(at: Situation) -> Iterator[Alarm]:
     ended = at.grown("envserver_rollouts_total")
     split, flag = max((at.grown("envserver_flags_total", flag=flag), flag) for flag in _SPLIT)
     bound = at.bound("conversations_split", "", at.config.split_share)
     if ended < at.config.fewest or split < bound * ended:
         return
     first = at.facts.differs_at
-    yield Finding(
-        name="conversations_split",
-        severity="warning",
-        text=(
-            f"{percent(split / ended)} of the rollouts ({split:g} of {ended:g} {at.recently()}) "
-            f"have a row for each call ({flag})"
-            f"{f'; the engine first rendered otherwise at {short(first)}' if first else ''}."
-        ),
-        link=f"#/groups?flag={flag}",
+    text = (
+        f"{percent(split / ended)} of the rollouts ({split:g} of {ended:g} {at.recently()}) "
+        f"have a row for each call ({flag})"
+        f"{f'; the engine first rendered otherwise at {short(first)}' if first else ''}."
     )
+    yield Alarm("conversations_split", "warning", text, link=f"#/groups?flag={flag}")
 
 
-def stale_groups(at: Situation) -> Iterator[Finding]:
-    """Groups are too old for the policy when they are finished or leased."""
+@rule
+def stale_groups(at: Situation) -> Iterator[Alarm]:
     made = at.grown("envserver_groups_delivered_total")
     late = at.grown("envserver_groups_dropped_total", reason="stale")
     waited = at.grown("envserver_store_events_total", event="stale_dropped")
@@ -269,50 +243,41 @@ def stale_groups(at: Situation) -> Iterator[Finding]:
         if late > waited
         else "the trainer takes them too slowly"
     )
-    yield Finding(
-        name="stale_groups",
-        severity="warning",
-        text=(
-            f"{counted(stale, 'group')} of {groups:g} were dropped as stale {at.recently()}: "
-            f"{cause}."
-        ),
-        link="#/failures",
+    text = (
+        f"{counted(stale, 'group')} of {groups:g} were dropped as stale {at.recently()}: {cause}."
     )
+    yield Alarm("stale_groups", "warning", text, link="#/failures")
 
 
-def engine_down(at: Situation) -> Iterator[Finding]:
-    """The engine, or one of its replicas, does not answer; or it serves old weights."""
+@rule
+def engine_down(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
     reason = at.facts.broken.get("engine")
     if reason is not None:
         because = f": {short(reason).rstrip('.')}" if reason else ""
-        yield Finding(
-            name="engine_down",
-            severity="critical",
-            text=f"The engine does not answer{because}.",
-            link="#/engines",
-        )
+        text = f"The engine does not answer{because}."
+        yield Alarm("engine_down", "critical", text, link="#/engines")
         return
     replicas = curves.values_of("envserver_replica_breaker", "replica")
     for replica in replicas:
         state = curves.level("envserver_replica_breaker", replica=replica)
         if state[-1] != _OPEN:
             continue
-        yield Finding(
-            name="engine_down",
-            severity="warning" if len(replicas) > 1 else "critical",
-            text=(
-                f"The replica {without_credentials(replica)} of the engine is set aside after "
-                f"failures (1 of {len(replicas)})."
-            ),
+        text = (
+            f"The replica {without_credentials(replica)} of the engine is set aside after "
+            f"failures (1 of {len(replicas)})."
+        )
+        yield Alarm(
+            "engine_down",
+            "warning" if len(replicas) > 1 else "critical",
+            text,
             about=replica,
             link="#/engines",
         )
 
 
-def engines_unused(at: Situation) -> Iterator[Finding]:
-    """No engine can be used, or some are not for a while: their weights are old, they differ, or
-    do not answer."""
+@rule
+def engines_unused(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
     if not curves.values_of("envserver_engines", "standing"):
         return
@@ -321,23 +286,13 @@ def engines_unused(at: Situation) -> Iterator[Finding]:
     none = _engines(at, _USED) == 0
     seconds = curves.seconds_since(none)
     if none[-1] and seconds >= _NO_ENGINE_SECONDS:
-        yield Finding(
-            name="engines_unused",
-            severity="critical",
-            text=f"Calls wait, since no engine can be used: {said or 'none is registered'}.",
-            link="#/engines",
-            since=float(curves.times[-1] - seconds),
-        )
+        text = f"Calls wait, since no engine can be used: {said or 'none is registered'}."
+        yield Alarm("engines_unused", "critical", text, link="#/engines", since=at.ago(seconds))
         return
     seconds = curves.seconds_since(_engines(at, _UNUSED) > 0)
     if said and seconds >= 60 * at.config.unused_engine_minutes:
-        yield Finding(
-            name="engines_unused",
-            severity="warning",
-            text=f"Engines have got no calls for {duration(seconds)}: {said}.",
-            link="#/engines",
-            since=float(curves.times[-1] - seconds),
-        )
+        text = f"Engines have got no calls for {duration(seconds)}: {said}."
+        yield Alarm("engines_unused", "warning", text, link="#/engines", since=at.ago(seconds))
 
 
 def _engines(at: Situation, standings: Sequence[str]) -> NDArray[np.float64]:
@@ -346,62 +301,46 @@ def _engines(at: Situation, standings: Sequence[str]) -> NDArray[np.float64]:
     return total
 
 
-def old_weights(at: Situation) -> Iterator[Finding]:
-    """The engine was restarted, and serves older weights than were published."""
+@rule
+def old_weights(at: Situation) -> Iterator[Alarm]:
     lost = at.grown("envserver_flags_total", flag="weights_lost")
     if not lost:
         return
     version = int(at.curves.now("envserver_policy_version"))
-    yield Finding(
-        name="old_weights",
-        severity="critical",
-        text=(
-            f"The engine serves older weights than those of version {version}, which were "
-            f"published: it was restarted. {counted(lost, 'rollout')} {at.recently()} are not "
-            "delivered."
-        ),
-        link="#/groups?flag=weights_lost",
+    text = (
+        f"The engine serves older weights than those of version {version}, which were "
+        f"published: it was restarted. {counted(lost, 'rollout')} {at.recently()} are not "
+        "delivered."
     )
+    yield Alarm("old_weights", "critical", text, link="#/groups?flag=weights_lost")
 
 
-def runners_silent(at: Situation) -> Iterator[Finding]:
-    """Runners on other machines send no heartbeat."""
+@rule
+def runners_silent(at: Situation) -> Iterator[Alarm]:
     for environment in at.curves.values_of("envserver_joined_environments", "environment"):
         silent = at.curves.now(
             "envserver_joined_environments", environment=environment, standing="silent"
         )
         if silent:
-            yield Finding(
-                name="runners_silent",
-                severity="warning",
-                text=f"{counted(silent, 'runner')} of {environment} on another machine is silent."
-                if silent == 1
-                else f"{counted(silent, 'runner')} of {environment} on other machines are silent.",
-                environment=environment,
-                link="#/workers",
-            )
+            where = "another machine is" if silent == 1 else "other machines are"
+            text = f"{counted(silent, 'runner')} of {environment} on {where} silent."
+            yield Alarm("runners_silent", "warning", text, environment, "#/workers")
 
 
-def disk_full(at: Situation) -> Iterator[Finding]:
-    """The store has no room left, or soon none."""
+@rule
+def disk_full(at: Situation) -> Iterator[Alarm]:
     free = at.facts.disk_free_bytes
     left = "" if free is None else f" {free / _GB:.1f} GB are left."
     if "disk" in at.facts.broken:
-        yield Finding(
-            name="disk_full",
-            severity="critical",
-            text=f"The disk of the store is full: new groups are refused.{left}",
-        )
+        text = f"The disk of the store is full: new groups are refused.{left}"
+        yield Alarm("disk_full", "critical", text)
     elif free is not None and free < at.config.disk_free_gb * _GB:
-        yield Finding(
-            name="disk_full",
-            severity="warning",
-            text=f"The disk of the store fills up.{left}",
-        )
+        text = f"The disk of the store fills up.{left}"
+        yield Alarm("disk_full", "warning", text)
 
 
-def store_slow(at: Situation) -> Iterator[Finding]:
-    """Commits take long."""
+@rule
+def store_slow(at: Situation) -> Iterator[Alarm]:
     took, commits = at.curves.total(
         at.seconds, "envserver_store_commit_seconds_sum", "envserver_store_commit_seconds_count"
     )
@@ -409,14 +348,11 @@ def store_slow(at: Situation) -> Iterator[Finding]:
     if commits < _FEWEST_COMMITS or took / commits < bound:
         return
     waiting = at.curves.now("envserver_store_waiting")
-    yield Finding(
-        name="store_slow",
-        severity="warning",
-        text=(
-            f"A commit of the store takes {took / commits:.1f} seconds "
-            f"({counted(commits, 'commit')} {at.recently()}); {waiting:g} operations wait."
-        ),
+    text = (
+        f"A commit of the store takes {took / commits:.1f} seconds "
+        f"({counted(commits, 'commit')} {at.recently()}); {waiting:g} operations wait."
     )
+    yield Alarm("store_slow", "warning", text)
 
 
 _LEAST_FALL: Final = 0.15
@@ -430,11 +366,11 @@ _ALWAYS: Final = 0.98
 _DIFFERING: Final = 0.05
 
 
-def reward_fell(at: Situation) -> Iterator[Finding]:
+@rule
+def reward_fell(at: Situation) -> Iterator[Alarm]:
     """The split of the last hours with the largest fall of the mean reward, if that is not chance.
-
-    The standard error takes each group as one draw, with the largest deviation that the range of
-    rewards allows.
+    The standard error takes each group as one draw, with the largest deviation that the range
+    allows.
     """
     curves = at.curves
     for environment in curves.values_of("envserver_reward_count", "environment"):
@@ -455,26 +391,24 @@ def reward_fell(at: Situation) -> Iterator[Finding]:
             ago = duration(float(curves.times[-1] - curves.times[split]))
             since = f"since version {version}" if version >= 0 else f"in the last {ago}"
             whose = f"{environment} ({agent})" if agent else environment
-            yield Finding(
-                name="reward_fell",
-                severity="critical",
-                text=f"The reward of {whose} fell from {before:.2f} to {after:.2f} {since}.",
-                about=about,
-                environment=environment,
-                link=of_groups(environment, order="newest"),
-                since=float(curves.times[split]),
+            text = f"The reward of {whose} fell from {before:.2f} to {after:.2f} {since}."
+            yield Alarm(
+                "reward_fell",
+                "critical",
+                text,
+                environment,
+                of_groups(environment, order="newest"),
+                float(curves.times[split]),
+                about,
             )
 
 
 def _fall(
     sums: Array, counts: Array, groups: Array, width: float, fewest: int, bound: float
 ) -> tuple[int, float, float] | None:
-    """Returns the index of the fall, and the mean rewards before and after it.
-
-    Args:
-        sums, counts, groups: growth of the sum of rewards, of their number, and of groups.
-        width: of the range of rewards; infinite: twice the standard deviation is not known.
-        bound: factor of the thresholds.
+    """Returns the index of the fall, and the mean rewards before and after it. `sums`, `counts`,
+    `groups`: growth of the sum of rewards, of their number, and of groups. `width`: of the range of
+    rewards; infinite: the deviation is not known. `bound`: factor of the thresholds.
     """
     if not math.isfinite(width):
         return None
@@ -498,7 +432,8 @@ def _fall(
     return int(inside[best]), float(before[best]), float(after[best])
 
 
-def longer_answers(at: Situation) -> Iterator[Finding]:
+@rule
+def longer_answers(at: Situation) -> Iterator[Alarm]:
     """Tokens per rollout grow from quarter to quarter of the last hours, the reward does not."""
     curves = at.curves
     for environment in curves.values_of("envserver_tokens_total", "environment"):
@@ -528,21 +463,18 @@ def longer_answers(at: Situation) -> Iterator[Finding]:
         growth = 1 + at.bound("longer_answers", environment, _GROWTH - 1)
         if lengths[-1] < growth * lengths[0] or rewards[1] - rewards[0] > _SAME_REWARD * width:
             continue
-        yield Finding(
-            name="longer_answers",
-            severity="warning",
-            text=(
-                f"The answers of {environment} grow longer, from {lengths[0]:,.0f} to "
-                f"{lengths[-1]:,.0f} tokens a rollout, while its reward does not: "
-                f"{rewards[0]:.2f}, then {rewards[1]:.2f}."
-            ),
-            environment=environment,
-            link=of_groups(environment, order="longest"),
+        text = (
+            f"The answers of {environment} grow longer, from {lengths[0]:,.0f} to "
+            f"{lengths[-1]:,.0f} tokens a rollout, while its reward does not: "
+            f"{rewards[0]:.2f}, then {rewards[1]:.2f}."
+        )
+        yield Alarm(
+            "longer_answers", "warning", text, environment, of_groups(environment, order="longest")
         )
 
 
-def alike_groups(at: Situation) -> Iterator[Finding]:
-    """Groups that teach nothing: rewards always at a bound, all equal, or answers all the same."""
+@rule
+def alike_groups(at: Situation) -> Iterator[Alarm]:
     for environment in at.curves.values_of("envserver_groups_delivered_total", "environment"):
         of = {"environment": environment}
         groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
@@ -563,32 +495,30 @@ def alike_groups(at: Situation) -> Iterator[Finding]:
         yield from at_bound
         equal, same = at.config.equal_share, at.config.same_share
         if not at_bound and share["rewards"] >= at.bound("equal_rewards", environment, equal):
-            yield Finding(
-                name="equal_rewards",
-                severity="warning",
-                text=(
-                    f"In {percent(share['rewards'])} of the groups of {environment} "
-                    f"({counted(groups, 'group')} {at.recently()}) all rewards are equal: there "
-                    "is nothing to learn."
-                ),
-                environment=environment,
-                link=of_groups(environment, order="newest"),
+            text = (
+                f"In {percent(share['rewards'])} of the groups of {environment} "
+                f"({counted(groups, 'group')} {at.recently()}) all rewards are equal: there "
+                "is nothing to learn."
+            )
+            yield Alarm(
+                "equal_rewards",
+                "warning",
+                text,
+                environment,
+                of_groups(environment, order="newest"),
             )
         if share["answers"] >= at.bound("same_answers", environment, same):
-            yield Finding(
-                name="same_answers",
-                severity="warning",
-                text=(
-                    f"In {percent(share['answers'])} of the groups of {environment} "
-                    f"({counted(groups, 'group')} {at.recently()}) all rollouts say the same: is "
-                    "the temperature 0, or has the policy collapsed?"
-                ),
-                environment=environment,
-                link=of_groups(environment, order="newest"),
+            text = (
+                f"In {percent(share['answers'])} of the groups of {environment} "
+                f"({counted(groups, 'group')} {at.recently()}) all rollouts say the same: is "
+                "the temperature 0, or has the policy collapsed?"
+            )
+            yield Alarm(
+                "same_answers", "warning", text, environment, of_groups(environment, order="newest")
             )
 
 
-def _always(at: Situation, environment: str, bound: str, groups: float) -> Finding:
+def _always(at: Situation, environment: str, bound: str, groups: float) -> Alarm:
     low, high = at.reward_range(environment)
     value = low if bound == "lowest" else high
     why = (
@@ -596,20 +526,21 @@ def _always(at: Situation, environment: str, bound: str, groups: float) -> Findi
         if bound == "lowest"
         else "its tasks are too easy, or the reward is cheated"
     )
-    return Finding(
-        name=f"reward_always_{bound}",
-        severity="critical" if bound == "lowest" else "warning",
-        text=(
-            f"The reward of {environment} is always {value:g} "
-            f"({counted(groups, 'group')} {at.recently()}): {why}."
-        ),
-        environment=environment,
-        link=of_groups(environment, order="newest"),
+    text = (
+        f"The reward of {environment} is always {value:g} "
+        f"({counted(groups, 'group')} {at.recently()}): {why}."
+    )
+    return Alarm(
+        f"reward_always_{bound}",
+        "critical" if bound == "lowest" else "warning",
+        text,
+        environment,
+        of_groups(environment, order="newest"),
     )
 
 
-def untrained_tokens(at: Situation) -> Iterator[Finding]:
-    """Flags keep a large share of the sampled tokens from training."""
+@rule
+def untrained_tokens(at: Situation) -> Iterator[Alarm]:
     for environment in at.curves.values_of("envserver_untrained_share", "environment"):
         of = {"environment": environment}
         groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
@@ -625,29 +556,26 @@ def untrained_tokens(at: Situation) -> Iterator[Finding]:
             key=lambda flag: at.grown("envserver_untrained_tokens_total", flag=flag, **of),
             default="",
         )
-        yield Finding(
-            name="untrained_tokens",
-            severity="warning",
-            text=(
-                f"{percent(share)} of the sampled tokens of {environment} are not trained"
-                f"{f', most because of {most}' if most else ''}."
-            ),
-            environment=environment,
-            link=of_groups(environment, **({"flag": most} if most else {})),
+        text = (
+            f"{percent(share)} of the sampled tokens of {environment} are not trained"
+            f"{f', most because of {most}' if most else ''}."
+        )
+        yield Alarm(
+            "untrained_tokens",
+            "warning",
+            text,
+            environment,
+            of_groups(environment, **({"flag": most} if most else {})),
         )
 
 
-def logprobs_differ(at: Situation) -> Iterator[Finding]:
-    """The audit computes other logprobs than were delivered."""
+@rule
+def logprobs_differ(at: Situation) -> Iterator[Alarm]:
     rows, differing = at.facts.audited, at.facts.differing
     if rows < at.config.fewest or differing < at.bound("logprobs_differ", "", _DIFFERING) * rows:
         return
-    yield Finding(
-        name="logprobs_differ",
-        severity="critical",
-        text=(
-            f"The logprobs of {percent(differing / rows)} of the audited rows ({differing} of "
-            f"{rows}) differ from what the engine computes again."
-        ),
-        link="#/engines",
+    text = (
+        f"The logprobs of {percent(differing / rows)} of the audited rows ({differing} of "
+        f"{rows}) differ from what the engine computes again."
     )
+    yield Alarm("logprobs_differ", "critical", text, link="#/engines")

@@ -5,93 +5,33 @@ ends when it was not found three times in a row, so that nothing flaps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import structlog
 
-from .alarm_facts import Finding, Key, Rule, Severity, Situation
-from .alarm_rules import (
-    alike_groups,
-    calls_paused,
-    conversations_split,
-    disk_full,
-    engine_down,
-    engines_unused,
-    logprobs_differ,
-    longer_answers,
-    no_trainer,
-    old_weights,
-    reward_fell,
-    rollouts_cut,
-    rollouts_hang,
-    rollouts_lost,
-    runners_silent,
-    stale_groups,
-    store_slow,
-    untrained_tokens,
-    workers_die,
-)
-
-RULES: Final = (
-    Rule("no_trainer", "no trainer leases, while groups wait", no_trainer),
-    Rule("calls_paused", "a trainer paused model calls and does not resume", calls_paused),
-    Rule("rollouts_hang", "rollouts run, and none ends", rollouts_hang),
-    Rule("rollouts_lost", "rollouts are lost, not by the model's fault", rollouts_lost),
-    Rule("rollouts_cut", "rollouts end at a limit, or answers are cut", rollouts_cut),
-    Rule("conversations_split", "conversations become a row a call", conversations_split),
-    Rule("stale_groups", "groups are dropped as stale", stale_groups),
-    Rule("workers_die", "worker processes die", workers_die),
-    Rule("runners_silent", "runners on other machines are silent", runners_silent),
-    Rule("engine_down", "the engine or a replica does not answer", engine_down),
-    Rule("engines_unused", "engines get no calls", engines_unused),
-    Rule("old_weights", "the engine lost the published weights", old_weights),
-    Rule("disk_full", "the disk of the store is full, or soon", disk_full),
-    Rule("store_slow", "commits of the store take long", store_slow),
-    Rule("reward_fell", "the reward fell", reward_fell),
-    Rule("longer_answers", "answers grow longer, the reward does not", longer_answers),
-    Rule(
-        "equal_rewards",
-        "rewards in groups are equal (also reward_always_lowest, reward_always_highest), or "
-        "rollouts say the same (same_answers)",
-        alike_groups,
-    ),
-    Rule("untrained_tokens", "flags keep tokens from training", untrained_tokens),
-    Rule("logprobs_differ", "the audit finds other logprobs", logprobs_differ),
-)
+from .alarm_facts import Alarm, Key, Situation
+from .alarm_rules import RULES
 
 NAMES: Final = (
-    *(rule.name for rule in RULES),
-    *("reward_always_lowest", "reward_always_highest", "same_answers"),
+    *(rule.__name__ for rule in RULES if rule.__name__ != "alike_groups"),
+    *("equal_rewards", "reward_always_lowest", "reward_always_highest", "same_answers"),
 )
 
-NEEDED: Final = frozenset(
-    f"envserver_{name}"
-    for name in (
-        *("groups", "leases_total", "paused", "calls_waiting", "rollouts_running"),
-        *("rollouts_total", "failed_attempts_total", "rollout_seconds_sum"),
-        *("rollout_seconds_count", "worker_deaths_total", "flags_total", "groups_delivered_total"),
-        *("groups_dropped_total", "groups_alike_total", "groups_equal_total", "store_events_total"),
-        *("replica_breaker", "engines", "policy_version", "joined_environments", "store_waiting"),
-        *("store_commit_seconds_sum", "store_commit_seconds_count", "reward_sum", "reward_count"),
-        *("engine_seconds_count", "tokens_total", "untrained_share", "untrained_tokens_total"),
-    )
-)
-"""Names of the samples that rules read."""
 
-
-def findings(at: Situation, failed: set[str]) -> list[Finding]:
-    """Returns everything that is wrong now, without the alarms that are off. `failed`: names of
-    rules that raised; one that does is logged once and keeps no other from speaking.
+def findings(at: Situation, failed: set[str]) -> list[Alarm]:
+    """`failed`: names of rules that raised; such a rule is logged once and keeps no other from
+    speaking.
     """
-    found: list[Finding] = []
+    found: list[Alarm] = []
     for rule in RULES:
         try:
-            found += rule.find(at)
+            found += rule(at)
         except Exception as error:  # noqa: BLE001 (a bug of one rule)
-            if rule.name not in failed:
-                failed.add(rule.name)
-                _log.error("alarm_rule_failed", rule=rule.name, error=repr(error))
+            if rule.__name__ not in failed:
+                failed.add(rule.__name__)
+                _log.error("alarm_rule_failed", rule=rule.__name__, error=repr(error))
     return [one for one in found if one.name not in at.config.off]
 
 
@@ -104,45 +44,20 @@ _QUIET_SECONDS: Final = 600.0
 """An alarm that comes back within this time is not logged again."""
 
 
-class Alarm(msgspec.Struct, frozen=True, kw_only=True):
-    """An alarm; the fields are those of `GET /v1/alarms`.
-
-    Args:
-        since: seconds since 1970.
-        environment: None: not of one environment.
-        link: the page of the dashboard that shows more.
-    """
-
-    name: str
-    severity: Severity
-    text: str
-    since: float
-    environment: str | None
-    link: str
-    about: str = ""
-
-    def facts(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
-
-
 Listener = Callable[[Alarm, bool], None]
 """Called with an alarm and whether it begins (True) or ends."""
 
 
+@dataclass(slots=True)
 class _Entry:
-    __slots__ = ("alarm", "found", "is_active", "is_logged", "missed")
-
-    def __init__(self, alarm: Alarm) -> None:
-        self.alarm = alarm
-        self.found = 0
-        self.missed = 0
-        self.is_active = False
-        self.is_logged = False
+    alarm: Alarm
+    found: int = 0
+    missed: int = 0
+    is_active: bool = False
+    is_logged: bool = False
 
 
 class AlarmBook:
-    """The alarms of a server; `listeners` hear when one begins and ends."""
-
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self.checked_at = 0.0
@@ -150,7 +65,7 @@ class AlarmBook:
         self._entries: dict[Key, _Entry] = {}
         self._logged_at: dict[Key, float] = {}
 
-    def update(self, now: float, findings: Iterable[Finding]) -> None:
+    def update(self, now: float, findings: Iterable[Alarm]) -> None:
         self.checked_at = now
         found = {one.key: one for one in findings}
         for key, finding in found.items():
@@ -158,10 +73,11 @@ class AlarmBook:
             if entry is None:
                 if len(self._entries) >= _MOST:
                     continue
-                entry = self._entries[key] = _Entry(_alarm(finding, finding.since or now))
+                entry = self._entries[key] = _Entry(finding)
             entry.found += 1
             entry.missed = 0
-            entry.alarm = _alarm(finding, min(entry.alarm.since, finding.since or now))
+            since = min(entry.alarm.since or now, finding.since or now)
+            entry.alarm = msgspec.structs.replace(finding, since=since, about=key[1])
             if not entry.is_active and entry.found >= _TIMES_TO_BEGIN:
                 entry.is_active = True
                 self._tell(entry.alarm, begins=True)
@@ -179,17 +95,15 @@ class AlarmBook:
 
     @property
     def active(self) -> list[Alarm]:
-        """The active alarms: critical ones first, then the oldest."""
         alarms = [entry.alarm for entry in self._entries.values() if entry.is_active]
         return sorted(alarms, key=lambda one: (one.severity, one.since, one.name, one.about))
 
     @property
     def keys(self) -> frozenset[Key]:
-        """Names of the active alarms, and what they are about."""
         return frozenset(key for key, entry in self._entries.items() if entry.is_active)
 
     def counts(self) -> dict[str, float]:
-        """Returns the number of active alarms by name, for every name."""
+        """For every name, also those without an active alarm."""
         counts = dict.fromkeys(NAMES, 0.0)
         for alarm in self.active:
             counts[alarm.name] += 1
@@ -200,22 +114,10 @@ class AlarmBook:
             listener(alarm, begins)
 
     def _log_begin(self, now: float, key: Key, entry: _Entry) -> None:
-        """Logs an alarm unless it was logged a short time ago; then later, if it stays."""
+        """Not if it was logged a short time ago; then later, if it stays."""
         logged = {one: at for one, at in self._logged_at.items() if now - at < _QUIET_SECONDS}
         if key not in logged:
             entry.is_logged = True
             logged[key] = now
             _log.warning("alarm_began", alarm=entry.alarm.name, text=entry.alarm.text)
         self._logged_at = logged
-
-
-def _alarm(finding: Finding, since: float) -> Alarm:
-    return Alarm(
-        name=finding.name,
-        severity=finding.severity,
-        text=finding.text,
-        since=since,
-        environment=finding.environment,
-        link=finding.link,
-        about=finding.key[1],
-    )

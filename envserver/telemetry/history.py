@@ -1,7 +1,5 @@
-"""The numbers of the last hours, so that a page that is opened late has its curves.
-
-Memory is bounded: the oldest row leaves when a row comes, and names beyond `MOST_NAMES` are not
-kept.
+"""The numbers of the last hours, so that a page that is opened late has its curves. Memory is
+bounded: the oldest row leaves when a row comes, and names beyond `MOST_NAMES` are not kept.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ KEPT: Final = frozenset(
 
 
 class Name(msgspec.Struct, frozen=True):
-    """A sample's name and labels, the latter sorted by name."""
+    """`labels` are sorted by name."""
 
     name: str
     labels: tuple[tuple[str, str], ...]
@@ -65,7 +63,7 @@ def numbers_of(families: Iterable[Metric]) -> dict[Name, float]:
 
 
 def as_json(numbers: Numbers) -> str:
-    """Returns numbers as JSON text: [[name, labels, value], ...]."""
+    """[[name, labels, value], ...]"""
     listed = [(one.name, one.labels, value) for one, value in numbers.items()]
     return msgspec.json.encode(listed).decode()
 
@@ -79,8 +77,6 @@ _Listed = tuple[str, tuple[tuple[str, str], ...], float | None]
 
 
 class History:
-    """The last `most_rows` rows."""
-
     def __init__(self, most_rows: int) -> None:
         self._columns: dict[Name, int] = {}
         self._rows: deque[tuple[float, NDArray[np.float64]]] = deque(maxlen=most_rows)
@@ -100,24 +96,18 @@ class History:
         """The time of the oldest row; infinity without rows."""
         return self._rows[0][0] if self._rows else math.inf
 
-    def columns(
-        self, start: float, wanted: frozenset[str]
-    ) -> tuple[NDArray[np.float64], dict[Name, NDArray[np.float64]]]:
-        """Returns the times from `start`, and the samples with these names; NaN: there was none.
-
-        From any thread.
-        """
+    def columns(self, start: float) -> tuple[NDArray[np.float64], dict[Name, NDArray[np.float64]]]:
+        """The times and samples from `start`; NaN: there was none. From any thread."""
         rows, names = list(self._rows), dict(self._columns)  # first the rows: names only grow
         rows = [row for row in rows if row[0] >= start]
         filled = np.full((len(rows), len(names)), np.nan)
         for place, (_, row) in enumerate(rows):
             filled[place, : len(row)] = row
-        return np.array([at for at, _ in rows]), {
-            name: filled[:, column] for name, column in names.items() if name.name in wanted
-        }
+        columns = {name: filled[:, column] for name, column in names.items()}
+        return np.array([at for at, _ in rows]), columns
 
     def between(self, start: float, end: float) -> list[Row]:
-        """Returns the rows from `start` to `end`, both included; from any thread."""
+        """Both times included; from any thread."""
         rows, names = list(self._rows), list(self._columns)  # first the rows: names only grow
         return [
             (at, {names[column]: float(row[column]) for column in np.flatnonzero(~np.isnan(row))})
@@ -127,14 +117,9 @@ class History:
 
 
 def curves(rows: Sequence[Row], points: int, wanted: frozenset[str]) -> dict[str, Any]:
-    """Returns rows as columns, thinned out to `points` at most: the last row of each span counts.
-
-    Args:
-        rows: in order of time.
-        wanted: names of the samples; empty: all.
-
-    Returns:
-        `times`, and `series`: name, labels, and a value for each time (None: there was none).
+    """Thins rows (in order of time) out to `points` at most: the last row of each span counts.
+    Returns `times`, and `series`: name, labels, and a value for each time (None: there was none).
+    `wanted`: names of the samples; empty: all.
     """
     thinned = rows
     if len(rows) > points:

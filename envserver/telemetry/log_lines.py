@@ -1,8 +1,7 @@
 """Renders log events as lines of text, without secrets, and safe for a terminal.
 
-An event and its facts may quote what a model wrote: control characters in them are shown as
-escapes, and long texts are cut, so that one event is one line. Only tracebacks, and messages of
-libraries, have several; those of a library's message are indented.
+An event may quote what a model wrote: control characters are shown as escapes and long texts are
+cut, so that one event is one line. Only tracebacks and messages of libraries have several.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def text_processors(*, colors: bool) -> list[Processor]:
 
 
 def shorten(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
-    """Cuts texts that are too long for a line."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = _shortened(value)
@@ -40,7 +38,6 @@ def _shortened(text: str) -> str:
 
 
 def strike(_: WrappedLogger, __: str, line: EventDict | str) -> Any:
-    """Removes secrets from the rendered line."""
     return redacted(str(line))
 
 
@@ -58,8 +55,6 @@ def _escape(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
 
 
 class _Quoted:
-    """A text that is shown with quotes and escapes."""
-
     def __init__(self, value: str) -> None:
         self.value = value
 

@@ -1,5 +1,4 @@
 """Counters and distributions that the server's parts keep for `/metrics`, as Prometheus families.
-
 Each is owned by the part that counts and written on its event loop only: no lock, and a fraction of
 a microsecond for each update.
 """
@@ -7,8 +6,8 @@ a microsecond for each update.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -21,11 +20,10 @@ from prometheus_client.core import (
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
 )  # fmt: skip
-"""Histogram bounds for durations from a millisecond to minutes."""
+"""Histogram bounds, from a millisecond to minutes."""
 SHORT_SECONDS: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0,
 )  # fmt: skip
-"""Histogram bounds for very short durations."""
 OTHER: Final = "other"
 """The label value used once a label has too many values."""
 
@@ -49,9 +47,8 @@ class Distribution:
         return sum(self.counts)
 
     def quantile(self, share: float) -> float | None:
-        """Returns the value below which `share` of the values are, to the width of a bound; None
-        without values.
-        """
+        """The value below which `share` of the values are, to the width of a bound; None without
+        values."""
         left = share * self.count
         lower = 0.0
         for count, upper in zip(self.counts, (*self.bounds, self.bounds[-1]), strict=True):
@@ -63,8 +60,7 @@ class Distribution:
 
 
 class Labelled:
-    """One Distribution for each of at most `most` label combinations; later ones count as
-    `other`."""
+    """A Distribution for each of at most `most` label combinations; later ones count as `other`."""
 
     def __init__(self, bounds: tuple[float, ...], most: int = 200) -> None:
         self._bounds = bounds
@@ -100,12 +96,13 @@ class Counts:
 
 
 Labels = tuple[str, ...]
+T = TypeVar("T")
 
 
 def counter(
     name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]
 ) -> Metric:
-    """Returns a counter family; its samples end in `_total`."""
+    """Its samples end in `_total`."""
     family = CounterMetricFamily(name, words, labels=labels)
     for of, value in values:
         family.add_metric(of, value)
@@ -122,11 +119,28 @@ def gauge(name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, 
 def histogram(
     name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, Distribution]]
 ) -> Metric:
-    """Returns a histogram family; its samples end in `_bucket`, `_sum`, `_count`."""
+    """Its samples end in `_bucket`, `_sum`, `_count`."""
     family = HistogramMetricFamily(name, words, labels=labels)
     for of, one in values:
         family.add_metric(of, _buckets(one), one.total)
     return family
+
+
+def level(name: str, words: str, value: float) -> Metric:
+    """A gauge without labels."""
+    return gauge(name, words, (), single(value))
+
+
+def of_each(
+    make: Callable[[str, str, Labels, list[tuple[Labels, float]]], Metric],
+    name: str,
+    words: str,
+    label: str,
+    items: Iterable[tuple[str, T]],
+    value: Callable[[T], float],
+) -> Metric:
+    """A counter or a gauge with a value of each of the items, by their name as the label."""
+    return make(name, words, (label,), [((key,), float(value(one))) for key, one in items])
 
 
 def single(value: float) -> list[tuple[Labels, float]]:
@@ -138,7 +152,6 @@ def by_key(values: Mapping[str, float]) -> list[tuple[Labels, float]]:
 
 
 def info(name: str, words: str, facts: dict[str, str]) -> Metric:
-    """Returns an info family for facts that do not change."""
     return InfoMetricFamily(name, words, value=facts)
 
 

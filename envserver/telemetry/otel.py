@@ -1,7 +1,4 @@
-"""Sends traces with OpenTelemetry over OTLP/HTTP while rollouts run.
-
-Imported only if an endpoint is set.
-"""
+"""Sends traces with OpenTelemetry over OTLP/HTTP. Imported only if an endpoint is set."""
 
 from __future__ import annotations
 

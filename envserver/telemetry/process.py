@@ -18,7 +18,7 @@ from envserver_records.waiting import cancel_and_wait
 from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 
-from .numbers import SHORT_SECONDS, Distribution, gauge, single
+from .numbers import SHORT_SECONDS, Distribution, level
 
 _MOST_CHILDREN: Final = 4096
 
@@ -30,7 +30,7 @@ class Resources:
         self._own = ProcessCollector(registry=None)
 
     async def families(self) -> Iterable[Metric]:
-        """Returns the current numbers; `/proc` is read in a thread."""
+        """`/proc` is read in a thread."""
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> list[Metric]:
@@ -38,25 +38,23 @@ class Resources:
         threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc").is_dir() else 0
         return [
             *self._own.collect(),
-            gauge("envserver_threads", "Threads of the server's process", (), single(threads)),
-            gauge("envserver_children", "Processes below the server's", (), single(count)),
-            gauge(
+            level("envserver_threads", "Threads of the server's process", threads),
+            level("envserver_children", "Processes below the server's", count),
+            level(
                 "envserver_children_resident_bytes",
                 "Resident memory of the child processes",
-                (),
-                single(rss_bytes),
+                rss_bytes,
             ),
-            gauge(
+            level(
                 "envserver_children_cpu_seconds",
                 "CPU time of those that live, together; falls when one ends",
-                (),
-                single(cpu_seconds),
+                cpu_seconds,
             ),
         ]
 
 
 def _descendants() -> tuple[int, int, float]:
-    """Returns the descendants' count, resident bytes and CPU seconds; 0 without /proc."""
+    """Count, resident bytes and CPU seconds; 0 without /proc."""
     page, ticks = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
     count = rss_pages = cpu_ticks = 0
     waiting = _children(os.getpid())
@@ -97,13 +95,12 @@ _log = structlog.get_logger("envserver.loop")
 
 
 class LoopLag:
-    """Measures the loop in which it is entered with `async with`. `slow_seconds`: slower callbacks
-    are logged with their stack; None: none are.
+    """Measures the loop in which it is entered. Callbacks slower than `slow_seconds` are logged
+    with their stack.
     """
 
     def __init__(self, slow_seconds: float | None = None) -> None:
         self.seconds = Distribution(SHORT_SECONDS)
-        """Lag of all ticks so far."""
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._ticked_at = time.monotonic()
         self._slow_seconds = slow_seconds
@@ -111,11 +108,10 @@ class LoopLag:
 
     @property
     def tick_age_seconds(self) -> float:
-        """Seconds since the loop last ran."""
         return time.monotonic() - self._ticked_at
 
     def p99_seconds(self) -> float:
-        """Returns the 99th percentile of the last minute; 0 before the first tick."""
+        """Of the last minute; 0 before the first tick."""
         recent = sorted(self._recent)
         return recent[int(0.99 * (len(recent) - 1))] if recent else 0.0
 

@@ -1,5 +1,4 @@
 """Removes secrets and control characters from log lines, and bounds what one rollout writes.
-
 Secrets should not be logged in the first place; this catches those in messages of libraries and
 exceptions. A line may hold what a model wrote: no pattern looks at a character often.
 """
@@ -12,13 +11,8 @@ from typing import Final
 
 
 class Bucket:
-    """A token bucket.
-
-    Args:
-        rate: tokens added per second.
-        most: capacity; the bucket starts full.
-        now: current time in seconds.
-    """
+    """A token bucket, full at the start: `rate` tokens a second, `most` at once, `now` in
+    seconds."""
 
     __slots__ = ("_at", "_level", "most", "rate")
 
@@ -29,7 +23,7 @@ class Bucket:
         self._at = now
 
     def wait_seconds(self, amount: float, now: float) -> float:
-        """Returns the seconds until `amount` is available; 0 if it is. Takes nothing."""
+        """Takes nothing."""
         self._fill(now)
         return max(0.0, (amount - self._level) / self.rate)
 
@@ -72,7 +66,6 @@ _HINTS: Final = (
 
 
 def redacted(text: str) -> str:
-    """Returns `text` without anything that looks like a key, a token or a password."""
     low = text.lower()
     return _SECRETS.sub(_strike, text) if any(hint in low for hint in _HINTS) else text
 
@@ -88,16 +81,11 @@ _CONTROLS: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns `1 group`, `2 groups`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Returns `text` without colours, and with control characters as escapes (`\x1b`).
-
-    Args:
-        keep: control characters that stay, such as line ends.
-    """
+    r"""Without colours, and with control characters as escapes (`\x1b`), except those in `keep`."""
     if text.isprintable():
         return text
 
@@ -111,7 +99,7 @@ def printable(text: str, keep: str = "") -> str:
 BURST_BYTES = 256 * 1024
 BYTES_PER_SECOND = 32 * 1024
 COST_OF_A_LINE = 200
-"""Cost of logging even an empty line, in bytes of the budget."""
+"""In bytes of the budget, also of an empty line."""
 
 
 class LogBudget:

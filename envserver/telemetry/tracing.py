@@ -1,8 +1,8 @@
 """Trace spans of rollouts, which do nothing without a collector, and their attributes.
 
 A rollout is one trace: its task, each attempt of its agent, each model call, its scoring, and the
-storing of its group. Within one task the current Span is found through a context variable; a part
-that runs in another task is given its parent.
+storing of its group. The current Span of a task is found through a context variable; a part that
+runs in another task is given its parent.
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ Attributes = Mapping[str, Any]
 
 
 class Span(Protocol):
-    """A timed part of a trace."""
-
     @property
     def traceparent(self) -> str:
         """The W3C header that identifies the span to other servers; "" if nothing is traced."""
 
     @property
-    def texts(self) -> bool:
-        """Whether attributes may hold prompts and answers."""
+    def texts(self) -> bool: ...
 
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
         """Opens a child span for a block; an error that leaves the block marks it as failed.
-
-        Args:
-            attributes: must hold no secrets; prompts and answers only with `texts`.
-            client: whether the span covers a request to another server.
+        `attributes` must hold no secrets; prompts and answers only with `texts`. `client`: it
+        covers a request to another server.
         """
 
-    def note(self, attributes: Attributes) -> None:
-        """Adds attributes."""
+    def note(self, attributes: Attributes) -> None: ...
 
     def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
         """Adds a finished child; times are seconds since the epoch."""
@@ -53,10 +47,7 @@ Root = tuple[Attributes, Span]
 
 
 class Tracer(Protocol):
-    """The destination of traces."""
-
-    def trace(self, name: str, attributes: Attributes) -> _Opened:
-        """Opens a new trace with this root span for a block."""
+    def trace(self, name: str, attributes: Attributes) -> _Opened: ...
 
 
 class _NoSpan:
@@ -141,7 +132,7 @@ _REASONS: Final = {
 
 
 def agent_span(name: str, rollout_id: str) -> SpanAttributes:
-    """Returns the attributes of `invoke_agent NAME`; a rollout is one conversation."""
+    """A rollout is one conversation."""
     return {
         "gen_ai.operation.name": "invoke_agent",
         "gen_ai.agent.name": name,
@@ -152,12 +143,7 @@ def agent_span(name: str, rollout_id: str) -> SpanAttributes:
 def chat_span(
     model: str, rollout_id: str, agent: str | None, provider: str, sampling: Mapping[str, Any]
 ) -> SpanAttributes:
-    """Returns the attributes of `chat MODEL` before its answer.
-
-    Args:
-        provider: the engine's server, such as "vllm".
-        sampling: the request's fields; those that the conventions name are taken.
-    """
+    """`sampling`: the request's fields; those that the conventions name are taken."""
     given = {f"gen_ai.request.{key}": sampling.get(key) for key in _REQUEST}
     return {
         "gen_ai.operation.name": "chat",
@@ -189,7 +175,6 @@ def evaluation(name: str, value: float) -> SpanAttributes:
 
 def tool_of(call: Any) -> tuple[str, str, str]:
     """Returns the name, the id and the arguments of a tool call in OpenAI's format.
-
     All three may be a model's words; name and id are cut and without secrets.
     """
     call = call if isinstance(call, dict) else {}
@@ -201,13 +186,12 @@ def tool_of(call: Any) -> tuple[str, str, str]:
 
 
 def name_of(value: Any) -> str:
-    """Returns a name or an id that a model may have made, cut and without secrets."""
+    """Of what a model may have made: cut and without secrets."""
     text = "" if value is None else str(value)
     return redacted(text[:_LONGEST_SECRET])[:_MOST_OF_A_NAME]
 
 
 def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> SpanAttributes:
-    """Returns what a call sends: instructions, conversation, tools."""
     leading = list(takewhile(lambda one: one.get("role") in _SYSTEM, messages))
     found = {"gen_ai.input.messages": _bounded(messages[len(leading) :])}
     if leading:
@@ -219,7 +203,6 @@ def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> SpanAttributes
 
 
 def outputs(answers: Iterable[tuple[Message, str | None]]) -> SpanAttributes:
-    """Returns what a call answers: each choice, and why it ended."""
     messages = [
         {**_message(message), "finish_reason": _REASONS.get(reason or "", "stop")}
         for message, reason in answers
@@ -247,7 +230,7 @@ def _first_of(listed: list[Json]) -> str:
 
 
 def _bounded(messages: Sequence[Message]) -> str:
-    """Returns the last messages that fit, as JSON; the first one says what is left out."""
+    """The last messages that fit, as JSON; the first one says what is left out."""
     kept: list[str] = []
     size = 0
     for message in reversed(messages):
@@ -299,7 +282,7 @@ def _definition(tool: Json) -> Json:
 
 
 def _text(text: str) -> str:
-    """Returns a text without secrets, cut in its middle if it is long."""
+    """Without secrets, cut in its middle if it is long."""
     if len(text) <= _MOST_OF_A_TEXT:
         return redacted(text)
     half = _MOST_OF_A_TEXT // 2

@@ -28,7 +28,7 @@ from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, Runn
 from ..settings.section import Described
 from ..store import GroupRow, Store
 from ..store.listing import GroupQuery
-from ..telemetry.alarms import Alarm
+from ..telemetry.alarm_facts import Alarm
 from ..telemetry.history import Numbers
 from ..telemetry.redaction import printable, redacted
 from .groups import summary

@@ -20,8 +20,8 @@ from ..settings.section import Described
 from ..settings.server import AlarmsConfig, RetentionConfig
 from ..store import DamagedGroup, Store
 from ..store.groups import EstimateRow
-from ..telemetry.alarm_facts import AlarmFacts, Curves, Finding, Situation
-from ..telemetry.alarms import NEEDED, AlarmBook, findings
+from ..telemetry.alarm_facts import Alarm, AlarmFacts, Curves, Situation
+from ..telemetry.alarms import AlarmBook, findings
 from ..telemetry.history import History, Numbers, Row, as_json, curves, from_json, numbers_of
 from ..telemetry.numbers import by_key, gauge
 from ..version import __version__
@@ -139,8 +139,8 @@ class AlarmWatch:
         found = await asyncio.to_thread(self._find, now, history, self._facts())
         self.book.update(now, found)
 
-    def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Finding]:
-        times, columns = history.columns(now - _ALARM_SECONDS, NEEDED)
+    def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Alarm]:
+        times, columns = history.columns(now - _ALARM_SECONDS)
         at = Situation(Curves(times, columns), facts, self._config, self.book.keys)
         return findings(at, self._failed)
 

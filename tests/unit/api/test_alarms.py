@@ -17,7 +17,7 @@ from support.waiting import until
 from envserver.http.health import Metrics
 from envserver.settings.server import AlarmsConfig
 from envserver.store import open_store
-from envserver.telemetry.alarm_facts import AlarmFacts, Finding
+from envserver.telemetry.alarm_facts import Alarm, AlarmFacts
 from envserver.telemetry.alarms import AlarmBook
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
 from envserver.telemetry.numbers import counter, gauge
@@ -224,7 +224,7 @@ async def test_workers_that_the_model_ends_are_not_told_as_deaths() -> None:
 def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     book, heard = AlarmBook(), []
     book.listeners.append(lambda alarm, begins: heard.append((alarm.name, begins)))
-    found = [Finding(name="no_trainer", severity="warning", text="Nobody.")]
+    found = [Alarm(name="no_trainer", severity="warning", text="Nobody.")]
     with structlog.testing.capture_logs() as lines:
         for row in range(200):
             book.update(START + 10 * row, found if row % 4 else [])

@@ -32,7 +32,7 @@ from support.waiting import PATIENCE, settled, until
 from envserver.http.access import RULES
 from envserver.http.server import serve_api
 from envserver.proxy.gate import Gate
-from envserver.running.api_serving import api_serving
+from envserver.running.api_serving import api_server
 from envserver.running.run_settings import RunApiSettings
 from envserver.settings.server import ServerConfig
 from envserver.trainers import runs
@@ -170,8 +170,8 @@ async def test_calls_stay_paused_when_the_server_restarts(tmp_path: Path) -> Non
 async def test_run_api_drops_groups_that_are_too_old_and_counts_them(tmp_path: Path) -> None:
     limits = {"max_staleness_at_delivery": 1, "max_queued_groups": 5}
     sections = {"server": {"port": 0}, "store": str(tmp_path / "s.db"), "rollouts": limits}
-    async with api_serving(RunApiSettings.model_validate(sections)) as url:
-        await asyncio.to_thread(train_and_fall_behind, url)
+    async with api_server(RunApiSettings.model_validate(sections)) as server:
+        await asyncio.to_thread(train_and_fall_behind, server.url)
 
 
 def train_and_fall_behind(url: str) -> None:

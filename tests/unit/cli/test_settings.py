@@ -14,7 +14,6 @@ from pydantic import SecretStr
 from support.extent import examples
 
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
-from envserver.cli import settings as cli_settings
 from envserver.cli.settings import export_dotenv, load_settings
 from envserver.settings.section import Section
 
@@ -250,25 +249,3 @@ def test_a_command_skips_what_shared_sources_say_of_other_commands() -> None:
     assert load(of_file(text), settings_class=Few, environ=environ).server.port == 1
     told = message("--sim.seed 1", settings_class=Few)
     assert "--sim.seed has no meaning for this command" in told
-
-
-def test_an_old_name_is_accepted_with_a_line_of_the_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {"environment_set.digit_count": "env.digits", "judging": "env.judge", "out_file": "out"}
-    monkeypatch.setattr(cli_settings, "RENAMED", table)
-    told: list[str] = []
-    config = env(
-        "--environment_set.digit-count 7"
-        + of_file("env:\n  seed: 1\njudging:\n  temperature: 0.5\n"),
-        environ={"ENVSERVER_JUDGING__TOP_P": "0.25"},
-        warn=told.append,
-    )
-    assert (config.digits, config.judge.temperature, config.judge.top_p) == (7, 0.5, 0.25)
-    assert told == [
-        "run.yaml:4: judging.temperature is now env.judge.temperature.",
-        "ENVSERVER_JUDGING__TOP_P is now ENVSERVER_ENV__JUDGE__TOP_P.",
-        "--environment_set.digit-count is now --env.digits.",
-    ]
-    # A mistake below an old name is told, and a command without the new one refuses it.
-    wrong = message("--judging.temperature warm", warn=lambda line: None)
-    assert "--judging.temperature: must be a valid number" in wrong
-    assert message("--out_file x").startswith("--out_file: there is no such setting.")
