@@ -29,7 +29,6 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
-    from envserver_local.simulated.policy import Solver
     from envserver_local.tiny.from_experts import TinyPlan
     from rich.progress import Progress
     from rich.table import Table

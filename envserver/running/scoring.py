@@ -210,11 +210,11 @@ async def run_score(
         ) as opened:
             finder = TaskFinder(reference, env_config, opened.address)
 
-            async def score(line: _Line) -> ScoredRow:
+            async def score(line: _Line) -> Score:
                 try:
                     return await opened.pool.score_row(await _read(line, finder))
                 except EnvserverError as error:
-                    return ScoredRow(error=f"{error.kind}: {error}")
+                    return Score(error=f"{error.kind}: {error}")
 
             scored_rows = in_order(_lines(source), score, MAX_BYTES_IN_FLIGHT, size=_size)
             async with aclosing(scored_rows):

@@ -59,8 +59,8 @@ from envserver.rollouts.policy import (
 )
 from envserver.rollouts.scheduler import Scheduler
 from envserver.rollouts.stream import GroupRequest
-from envserver.tokens.builder import build
 from envserver.settings.section import EnvironmentConfig
+from envserver.tokens.builder import build
 from envserver.tokens.flags import Actions
 
 VERSIONS = st.integers(-1, 20)
