@@ -35,7 +35,7 @@ from envserver.runners.messages import (
 from envserver.runners.news import fair_shares
 from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry
 from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, read_batch, read_group
+from envserver.runners.validation import Stream, check_group, decoded, read_batch
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
@@ -218,7 +218,8 @@ def test_no_spoiled_bytes_come_through_a_look_at_all_or_at_each(seed: int) -> No
         bodies.append(bytes(body))
     for body, read in zip(bodies, read_batch(encode_batch(bodies), STREAM, MANY), strict=True):
         try:
-            group = read_group(body, STREAM)
+            group = decoded(body)
+            check_group(group, STREAM)
         except InputError as error:
             assert str(error.detail["place"]).startswith("$")
             assert isinstance(read, InputError), "only the careful look refuses it"
