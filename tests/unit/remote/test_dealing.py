@@ -32,8 +32,8 @@ from envserver.runners.messages import (
     compressed,
     encode_batch,
 )
-from envserver.runners.news import fair_shares
-from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry
+from envserver.runners.news import LocalEnvironmentSink, fair_shares
+from envserver.runners.registry import RunnerRegistry
 from envserver.runners.runner import LONGEST_SECONDS
 from envserver.runners.validation import Stream, check_group, decoded, read_batch
 from envserver.store import Store, open_store
@@ -399,7 +399,7 @@ async def test_the_servers_own_environments_share_the_room(store: Store) -> None
     demand = Demand(store, Bounds(most_groups=4, most_batches=3))
     elsewhere = RunnerRegistry(store, demand, stretches=False)
     own = LocalEnvironmentSink(
-        store, demand, elsewhere, share=Share("math"), prefix="math-train-0-", capacity=9
+        store, demand, elsewhere.news, share=Share("math"), prefix="math-train-0-", capacity=9
     )
     with pytest.raises(ConflictError):
         await elsewhere.register(Registration(**registration("math")))
