@@ -335,7 +335,9 @@ async def seen_tasks(
         of.policy_version.label("last_version"),
     ).where(of.seq.in_([row.last for row in rows]))
     last_groups = {row.seq: row._mapping for row in await connection.execute(last)}
-    tasks = [msgspec.convert({**row._mapping, **last_groups[row.last]}, SeenTask) for row in rows]
+    every = [{**row._mapping, **last_groups[row.last]} for row in rows]
+    names_of_facts = SeenTask.__struct_fields__
+    tasks = [SeenTask(**{name: facts[name] for name in names_of_facts}) for facts in every]
     following = ""
     if len(rows) == limit:
         following = cursor_of(order, [getattr(rows[-1], one) for one in names])
