@@ -379,7 +379,7 @@ _into_facts: Final = insert_into(group_facts)
 _into_deliveries: Final = insert_into(deliveries)
 
 
-_group_of: Final = attrgetter(*groups.columns.keys()[1:-1])
+_group_of: Final = attrgetter(*map(str, groups.columns.keys()[1:-1]))
 
 
 def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[object, ...]:

@@ -209,10 +209,10 @@ def facts_of_rewards(
 
 
 def facts_row(seq: int, env: str, facts: GroupFacts) -> tuple[object, ...]:
-    """Returns a row of `group_facts`, whose columns are the facts in this order."""
-    values = msgspec.structs.astuple(facts)
-    texts = (_json_text(value) if isinstance(value, list | dict) else value for value in values)
-    return (seq, *texts, env)
+    """Returns a row of `group_facts`: its columns are the facts in this order, lists as JSON."""
+    row = msgspec.structs.astuple(facts)
+    rewards, flags, ends = map(_json_text, (facts.rewards, facts.flags, facts.ends))
+    return (seq, *row[:3], rewards, *row[4:11], flags, ends, *row[13:], env)
 
 
 def _json_text(value: object) -> str:
