@@ -220,7 +220,7 @@ def create_api(
         Demand(store, Bounds(most_groups=256, most_batches=3)),
         silent_after_seconds=settings.silent_after_seconds,
     )
-    runners.tell = live.failures.told
+    runners.tell = live.failures.reported
 
     def publish(version: int) -> None:
         live.feed.publish("policy", {"version": version, "time": time.time()})

@@ -3,8 +3,7 @@
     GET /v1/sandboxes               how busy the machine is (sandbox.machine_messages.Load)
     GET /v1/sandboxes (WebSocket)   one sandbox, until the connection ends
 
-Without a token of the role `environment` nothing is told or made; without a tokens file only this
-machine can connect."""
+Both need a token of the role `environment`; without a tokens file only this machine can connect."""
 
 from __future__ import annotations
 

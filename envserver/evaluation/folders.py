@@ -405,9 +405,9 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
         results[facts.task_id] = msgspec.structs.replace(
             before, attempts=[*before.attempts, *facts.rollouts], lost=before.lost + lost
         )
-    model = ", ".join(dict.fromkeys(one.model for one in groups))
+    model = ", ".join(dict.fromkeys(group.model for group in groups))
     counted = view.over(Counted(), model)
-    size = max(len(one.attempts) + one.lost for one in results.values())
+    size = max(len(result.attempts) + result.lost for result in results.values())
     rules = counted.rules(group_size=size, seed=0)
     return Report(
         env=env,

@@ -57,7 +57,7 @@ def report_page(found: Report | Suite) -> str:
         at=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found.created_at)),
         warnings=warnings_of(found),
         summary=summary_of(found) if isinstance(found, Suite) else None,
-        parts=[_part(one) for one in parts],
+        parts=[_part(part) for part in parts],
         notes_of=notes_of,
         tables_of=lambda one: [table for table in tables_of(one) if table.title != "Results"],
         estimate=estimate_text,
@@ -66,7 +66,7 @@ def report_page(found: Report | Suite) -> str:
 
 
 def comparison_page(found: Comparison) -> str:
-    pairs = [(one.name, one.reward) for one in found.parts]
+    pairs = [(part.name, part.reward) for part in found.parts]
     if found.together is not None:
         pairs.append((found.together.name, found.together.reward))
     return template(__package__, "comparison.html").render(

@@ -285,9 +285,9 @@ def asked_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, Asked]:
 def stepped_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, list[Stepped]]:
     found = {
         result.task_id: [
-            Stepped(one.steps, passes(one.reward, rules))
-            for one in result.attempts
-            if one.steps is not None
+            Stepped(attempt.steps, passes(attempt.reward, rules))
+            for attempt in result.attempts
+            if attempt.steps is not None
         ]
         for result in results
     }
@@ -296,7 +296,7 @@ def stepped_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, list[St
 
 def rewards_of(result: TaskResult, rules: Rules) -> list[float]:
     """Returns the rewards of a task's attempts as `rules` count them."""
-    found = [_counted(one.reward, one.truncated, rules) for one in result.attempts]
+    found = [_counted(attempt.reward, attempt.truncated, rules) for attempt in result.attempts]
     return [value for value in found if value is not None] + _zeros(result, rules)
 
 
@@ -399,7 +399,7 @@ def _of_named(
     """Measures by one of the attempts' named `values`: their rewards or metrics."""
     counted = []
     for result in results:
-        having = [one for one in result.attempts if name in getattr(one, values)]
+        having = [attempt for attempt in result.attempts if name in getattr(attempt, values)]
         found = [_counted(getattr(one, values)[name], one.truncated, rules) for one in having]
         if having:
             counted.append([value for value in found if value is not None] + _zeros(result, rules))
@@ -417,7 +417,7 @@ def _counts(results: Sequence[TaskResult]) -> Counts:
         scored=len(attempts),
         lost=sum(result.lost for result in results),
         truncated=sum(attempt.truncated for attempt in attempts),
-        limits=dict(Counter(one.limit for one in attempts if one.limit is not None)),
+        limits=dict(Counter(attempt.limit for attempt in attempts if attempt.limit is not None)),
         failed=dict(failed),
     )
 
@@ -435,7 +435,9 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
     known = [one for one in paid if one is not None]
     total = sum(known) if known and len(known) == count else None
     judges = [attempt.usage.judge for attempt in attempts if attempt.usage.judge is not None]
-    sandboxes = [one.usage.sandbox.wall_seconds for one in attempts if one.usage.sandbox]
+    sandboxes = [
+        attempt.usage.sandbox.wall_seconds for attempt in attempts if attempt.usage.sandbox
+    ]
     return Costs(
         turns=sum(attempt.turns for attempt in attempts) / count,
         prompt_tokens=prompt / count,
@@ -456,7 +458,9 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
 
 
 def _currency(attempts: Sequence[AttemptResult], prices: Prices | None) -> str:
-    recorded = (one.usage.cost.currency for one in attempts if one.usage.cost is not None)
+    recorded = (
+        attempt.usage.cost.currency for attempt in attempts if attempt.usage.cost is not None
+    )
     return prices.currency if prices is not None else next(recorded, "")
 
 
@@ -528,18 +532,18 @@ def suite_of(parts: Sequence[Report]) -> Suite:
 def _totals(parts: Sequence[Report]) -> Totals:
     counts = [part.run.counts for part in parts]
     costs = [part.run.costs for part in parts if part.run.costs is not None]
-    paid = [one.total_cost for one in costs if one.total_cost is not None]
+    paid = [cost.total_cost for cost in costs if cost.total_cost is not None]
     currencies = {part.prices.currency for part in parts if part.prices is not None}
     known = bool(paid) and len(currencies) == 1
     return Totals(
-        tasks=sum(one.tasks for one in counts),
-        tasks_lost=sum(one.tasks_lost for one in counts),
-        scored=sum(one.scored for one in counts),
-        lost=sum(one.lost for one in counts),
-        truncated=sum(one.truncated for one in counts),
-        prompt_tokens=sum(one.total_prompt_tokens for one in costs),
-        completion_tokens=sum(one.total_completion_tokens for one in costs),
-        seconds=sum(one.total_seconds for one in costs),
+        tasks=sum(count.tasks for count in counts),
+        tasks_lost=sum(count.tasks_lost for count in counts),
+        scored=sum(count.scored for count in counts),
+        lost=sum(count.lost for count in counts),
+        truncated=sum(count.truncated for count in counts),
+        prompt_tokens=sum(cost.total_prompt_tokens for cost in costs),
+        completion_tokens=sum(cost.total_completion_tokens for cost in costs),
+        seconds=sum(cost.total_seconds for cost in costs),
         cost=sum(paid) if known else None,
         currency=next(iter(currencies)) if known else "",
     )

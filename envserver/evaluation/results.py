@@ -71,7 +71,7 @@ def shortest(runs: Iterable[Mapping[str, Sequence[Stepped]]]) -> dict[str, int]:
     found: dict[str, int] = {}
     for run in runs:
         for task_id, attempts in run.items():
-            passed = [one.steps.steps for one in attempts if one.passed]
+            passed = [attempt.steps.steps for attempt in attempts if attempt.passed]
             if passed:
                 found[task_id] = min(*passed, found.get(task_id, passed[0]))
     return found
@@ -83,10 +83,10 @@ def step_measures(
     """Returns the measures by name, each a mean over tasks of the mean over their attempts."""
     values: dict[str, list[float]] = {}
     for task_id, attempts in run.items():
-        passed = [one.steps.steps for one in attempts if one.passed]
-        tried = [one.steps for one in attempts if one.steps.steps]
+        passed = [attempt.steps.steps for attempt in attempts if attempt.passed]
+        tried = [attempt.steps for attempt in attempts if attempt.steps.steps]
         found: dict[str, Sequence[float]] = {
-            "steps": [one.steps.steps for one in attempts],
+            "steps": [attempt.steps.steps for attempt in attempts],
             "steps of a success": passed,
             "steps beyond the shortest success": [n - best.get(task_id, n) for n in passed],
             "share with an error": [one.errors / one.steps for one in tried],
@@ -216,7 +216,7 @@ def read_facts(path: Path) -> Iterator[GroupFacts]:
     """Yields the groups of a file, compressed or not, without an unfinished last line."""
     for line in records(path, _Line, "a group of this project", may_be_torn=True):
         facts = line.envserver
-        facts.rollouts = [one.counted() for one in facts.rollouts]
+        facts.rollouts = [rollout.counted() for rollout in facts.rollouts]
         yield facts
 
 

@@ -405,7 +405,7 @@ def comparison_notes(found: Comparison) -> list[str]:
         "of the pairs"
         + (
             ", exact (for one attempt at each task it is McNemar's)."
-            if all(one.reward is None or one.reward.test.exact for one in found.parts)
+            if all(part.reward is None or part.reward.test.exact for part in found.parts)
             else "; where there are too many for an exact one, of random signs (*)."
         ),
     ]
@@ -486,8 +486,8 @@ def _fourfold(found: Comparison) -> TextTable:
 
 
 def _changes(found: Comparison) -> TextTable:
-    losses = [one for one in found.changes if one.b < one.a][:MOST_CHANGES]
-    gains = [one for one in found.changes if one.b > one.a][-MOST_CHANGES:]
+    losses = [change for change in found.changes if change.b < change.a][:MOST_CHANGES]
+    gains = [change for change in found.changes if change.b > change.a][-MOST_CHANGES:]
     left_out = len(found.changes) - len(losses) - len(gains)
     title = "Tasks that differ most" + (f" ({left_out} more differ)" if left_out else "")
     rows = [

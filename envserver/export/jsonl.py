@@ -397,7 +397,7 @@ def _news(facts: _Facts) -> Scored | None:
         facts.env,
         msgspec.convert(facts.split, Split),
         facts.task_id,
-        [one.reward for one in facts.rollouts if one.reward is not None],
+        [rollout.reward for rollout in facts.rollouts if rollout.reward is not None],
         facts.policy_version,
         reward_range=range_from_json(facts.reward_range),
     )

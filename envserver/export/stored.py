@@ -325,7 +325,7 @@ def _stored(columns: _Line, facts: _Facts, parsed: _Rollout) -> StoredRollout:
         metrics=parsed.metrics or {},
         agent_metrics=parsed.agent_metrics or {},
         messages=_conversation(columns, parsed),
-        timings=[timing_from_json(one) for one in parsed.timings],
+        timings=[timing_from_json(timing) for timing in parsed.timings],
         rows=[
             _row(columns, facts, row, parsed, number)
             for number, row in enumerate(parsed.rows)
@@ -420,7 +420,9 @@ _SAME: Final = set(Trajectory.__struct_fields__) & set(StoredRollout.__struct_fi
 
 def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
     known = {name: getattr(rollout, name) for name in _SAME} | {
-        "sequences": [_sequence(*one, rollout.timings) for one in enumerate(rollout.rows)],
+        "sequences": [
+            _sequence(number, row, rollout.timings) for number, row in enumerate(rollout.rows)
+        ],
         "score": Score(
             reward=rollout.reward,
             components=rollout.components,

@@ -89,7 +89,7 @@ def unified(
             "flags": trajectory.flags,
             **_present(hooks=trajectory.hooks, egress=trajectory.egress),
             **_present(cost=trajectory.usage.cost),
-            **_present(timings=[compact_timing(one) for one in trajectory.timings]),
+            **_present(timings=[compact_timing(timing) for timing in trajectory.timings]),
             **_present(attempts=trajectory.attempts),
             "sequences": list(_sequences(trajectory, tokens)),
         },
@@ -212,7 +212,7 @@ def _about_numbers(value: Any, place: str) -> Iterator[str]:
 
 
 def _first_question(messages: list[Message]) -> str | None:
-    return next((text_of(one) for one in messages if one.get("role") == "user"), None)
+    return next((text_of(message) for message in messages if message.get("role") == "user"), None)
 
 
 def _finalized(actions: list[Json], answer: str) -> list[Json]:

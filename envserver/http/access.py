@@ -30,7 +30,7 @@ from ..settings.server import Quota, Role
 
 Roles = frozenset[Role]
 
-NOBODY_ELSE: Final[Roles] = frozenset()
+ADMINS_ONLY: Final[Roles] = frozenset()
 TRAINER: Final[Roles] = frozenset({"trainer"})
 ENVIRONMENT: Final[Roles] = frozenset({"environment"})
 READERS: Final[Roles] = frozenset({"reader", "trainer"})
@@ -115,7 +115,7 @@ RULES: Final = (
     Rule("POST", "/v1/environments/{env_id}/known", ENVIRONMENT),
     Rule("POST", "/v1/environments/{env_id}/scored", ENVIRONMENT),
     Rule("DELETE", "/v1/environments/{env_id}", ENVIRONMENT),
-    Rule("POST", "/v1/environments/{env_id}/drain", NOBODY_ELSE),
+    Rule("POST", "/v1/environments/{env_id}/drain", ADMINS_ONLY),
     # Atropos protocol
     Rule("GET", "/", EVERYBODY),
     Rule("POST", "/register", TRAINER),

@@ -124,7 +124,7 @@ class RunnerRegistry:
             if before is not None:
                 self._check_may_take(before, wanted)
             async with self._stream(wanted, before) as (seed, is_new):
-                one = RegisteredRunner(
+                runner = RegisteredRunner(
                     id=before.id if before is not None else secrets.token_hex(8),
                     key_hash=_hash(key),
                     instance_hash=_hash(wanted.instance),
@@ -134,18 +134,24 @@ class RunnerRegistry:
                     understands=tuple(understands),
                     **wanted.model_dump(exclude={"instance", "seed"}),
                 )
-                await self.table.save(one)
+                await self.table.save(runner)
             count = self._store.count_with_prefix
-            stored = 0 if is_new else await count(one.prefix)
-            again = 0 if is_new else await count(again_prefix(one.prefix))
-            self.table.start(one, stored)
-            self.news.waiting.end(one.id)  # of the session before
-        log.info("environment_registered", name=one.name, env=one.env, seed=one.seed, host=one.host)
+            stored = 0 if is_new else await count(runner.prefix)
+            again = 0 if is_new else await count(again_prefix(runner.prefix))
+            self.table.start(runner, stored)
+            self.news.waiting.end(runner.id)  # of the session before
+        log.info(
+            "environment_registered",
+            name=runner.name,
+            env=runner.env,
+            seed=runner.seed,
+            host=runner.host,
+        )
         self.news.wake()
         return Welcome(
-            id=one.id,
+            id=runner.id,
             key=key,
-            seed=one.seed,
+            seed=runner.seed,
             stored=stored,
             again=again,
             silent_after_seconds=self.table.heartbeats.silent_after_seconds,
@@ -169,12 +175,12 @@ class RunnerRegistry:
     ) -> AsyncIterator[tuple[int, bool]]:
         """Holds the stream for a runner until its registration is stored; gives its seed, and
         whether it is unused."""
-        asked = (wanted.env, wanted.split, wanted.seed)
-        if before is not None and asked == (before.env, before.split, before.asked_seed):
+        stream = (wanted.env, wanted.split, wanted.seed)
+        if before is not None and stream == (before.env, before.split, before.asked_seed):
             yield before.seed, False
             return
         streams = self.table.streams
-        seed = await streams.choose(wanted, [one.prefix for one in self.news.local])
+        seed = await streams.choose(wanted, [local.prefix for local in self.news.local])
         try:
             yield seed, True
         finally:
@@ -185,21 +191,21 @@ class RunnerRegistry:
     ) -> News:
         """Answers as soon as there is something new for the runner, or after its `wait_seconds`.
         `receive`: of the request, to notice that its client has disconnected; None: do not wait."""
-        one = self.authenticate(env_id, key)
-        self._hear(one, beat)
-        seconds = min(beat.wait_seconds, self.table.silent_after(one) / SILENT_POLLS)
-        if receive is None or seconds <= 0 or self.news.is_new(one, beat):
-            return self.news.for_runner(one)
-        news = await self.news.waiting.wait(one.id, beat, seconds, receive)
+        runner = self.authenticate(env_id, key)
+        self._hear(runner, beat)
+        seconds = min(beat.wait_seconds, self.table.silent_after(runner) / SILENT_POLLS)
+        if receive is None or seconds <= 0 or self.news.is_new(runner, beat):
+            return self.news.for_runner(runner)
+        news = await self.news.waiting.wait(runner.id, beat, seconds, receive)
         return news or self.news.for_runner(self.authenticate(env_id, key))
 
-    def _hear(self, one: RegisteredRunner, beat: Heartbeat) -> None:
-        was_silent = not self.table.is_present(one)
-        self.table.heartbeats.hear(one.id)
-        now, before = self.table.status(one), self.table.status(one).beat
-        self.tell(one.env, one.name, *now.failed_since(beat))
+    def _hear(self, runner: RegisteredRunner, beat: Heartbeat) -> None:
+        was_silent = not self.table.is_present(runner)
+        self.table.heartbeats.hear(runner.id)
+        now, before = self.table.status(runner), self.table.status(runner).beat
+        self.tell(runner.env, runner.name, *now.failed_since(beat))
         now.beat, now.open = beat, beat.open
-        self.news.count_begun(one, beat.begun)
+        self.news.count_begun(runner, beat.begun)
         # Most heartbeats of many runners equal the one before: nothing else need be done.
         if was_silent or _CHANGES(before) != _CHANGES(beat):
             self.news.wake()
@@ -221,21 +227,21 @@ class RunnerRegistry:
             still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
         """
-        one, stream = self._heard(env_id, key)
+        runner, stream = self._heard(env_id, key)
         if most_bytes is None:
             read: list[ReadGroup] = [await read_group_async(body, stream)]
         else:
             read = await read_batch_async(body, stream, most_bytes)
         puts = [put for put in read if isinstance(put, EncodedPut)]
         new = sum(await self._store.put_encoded(puts))
-        now = self.table.status(one)
+        now = self.table.status(runner)
         if now.stored is not None:
             now.stored += new
         now.open = max(0, now.open - new) if still_open is None else still_open
         if begun is not None:
-            self.news.count_begun(one, begun)
+            self.news.count_begun(runner, begun)
         self.news.wake()
-        news = self.news.for_runner(one)
+        news = self.news.for_runner(runner)
         if most_bytes is None:
             return news
         refused = [
@@ -246,53 +252,55 @@ class RunnerRegistry:
         return Accepted(**vars(news), refused=refused)
 
     def _heard(self, env_id: str, key: str) -> tuple[RegisteredRunner, Stream]:
-        one = self.authenticate(env_id, key)
-        self.table.heartbeats.hear(one.id)
-        return one, Stream(env=one.env, split=one.split, seed=one.seed, prefix=one.prefix)
+        runner = self.authenticate(env_id, key)
+        self.table.heartbeats.hear(runner.id)
+        return runner, Stream(
+            env=runner.env, split=runner.split, seed=runner.seed, prefix=runner.prefix
+        )
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
         """Returns which of these groups were ever stored, delivered or not."""
-        one = self.authenticate(env_id, key)
-        self.table.heartbeats.hear(one.id)
+        runner = self.authenticate(env_id, key)
+        self.table.heartbeats.hear(runner.id)
         return await self._store.existing(group_ids)
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
         """Counts scored, dropped groups in the estimates of their tasks; repeating is allowed."""
-        one, stream = self._heard(env_id, key)
+        runner, stream = self._heard(env_id, key)
         news = []
         for number, group in enumerate(groups):
             if not group.group_id.startswith(stream.prefix) or group.rewards > group.attempts:
                 raise InputError("No group of this stream.", place=f"groups[{number}]")
             facts = group.model_dump()
-            news.append(Scored(env=one.env, split=one.split, **facts))
+            news.append(Scored(env=runner.env, split=runner.split, **facts))
         await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
         async with self._lock(self.authenticate(env_id, key).name):
-            one = self.authenticate(env_id, key)
-            await self.table.save(msgspec.structs.replace(one, gone=True, left_at=time.time()))
-            now = self.table.status(one)
+            runner = self.authenticate(env_id, key)
+            await self.table.save(msgspec.structs.replace(runner, gone=True, left_at=time.time()))
+            now = self.table.status(runner)
             now.beat = now.beat.model_copy(update={"open": 0, "capacity": 0})
             now.room = now.open = 0
-        log.info("environment_left", name=one.name)
+        log.info("environment_left", name=runner.name)
         self.news.wake()
 
     def authenticate(self, env_id: str, key: str) -> RegisteredRunner:
-        one = self.table.known.get(env_id)
-        if one is None:
+        runner = self.table.known.get(env_id)
+        if runner is None:
             raise NotFoundError("No such environment is registered.", hint="Register it again.")
-        if not hmac.compare_digest(one.key_hash, _hash(key)):
+        if not hmac.compare_digest(runner.key_hash, _hash(key)):
             raise WrongKey(
                 "The key is not that of this environment's session.",
                 hint="Another process may have registered under its name.",
             )
-        return one
+        return runner
 
     def drain(self, env_id: str) -> None:
-        one = self.table.known.get(env_id)
-        if one is None:
+        runner = self.table.known.get(env_id)
+        if runner is None:
             raise NotFoundError("No such environment is registered.")
-        self.table.status(one).drain = True
+        self.table.status(runner).drain = True
         self.news.wake()
 
 
@@ -310,7 +318,7 @@ def _hash(secret: str) -> str:
 
 def count_runners(environments: RunnerRegistry) -> dict[str, int]:
     table = environments.table
-    counted = Counter(table.presence(one) for one in table.known.values())
+    counted = Counter(table.presence(runner) for runner in table.known.values())
     return {name: counted[name] for name in ("present", "silent", "gone")}
 
 
@@ -325,11 +333,11 @@ class RunnerMetrics:
         is_open: Counter[tuple[str, ...]] = Counter()
         capacity: Counter[tuple[str, ...]] = Counter()
         table, news = self._environments.table, self._environments.news
-        for one in table.known.values():
-            how_many[(one.env, table.presence(one))] += 1
-            now = table.status(one)
-            is_open[(one.env,)] += now.open
-            capacity[(one.env,)] += now.beat.capacity if table.is_present(one) else 0
+        for runner in table.known.values():
+            how_many[(runner.env, table.presence(runner))] += 1
+            now = table.status(runner)
+            is_open[(runner.env,)] += now.open
+            capacity[(runner.env,)] += now.beat.capacity if table.is_present(runner) else 0
         wanted = {(env,): news.shared.wanted(env) for (env,) in is_open}
         of = ("environment",)
         return [

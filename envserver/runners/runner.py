@@ -56,13 +56,13 @@ class Streams:
     async def choose(self, wanted: Registration, others: Collection[str]) -> int:
         """Returns the requested seed, or the next one with an unused stream, and takes its stream.
         `others`: ID prefixes of the streams of the server's own environments."""
-        asked = wanted.env, wanted.split, wanted.seed
-        seed = self._next_seeds.get(asked, wanted.seed)
-        while not await self._took(stream_prefix(*asked[:2], seed), others):
+        place = wanted.env, wanted.split, wanted.seed
+        seed = self._next_seeds.get(place, wanted.seed)
+        while not await self._took(stream_prefix(*place[:2], seed), others):
             seed += 1
         if len(self._next_seeds) >= _MOST_HINTS:
             self._next_seeds.clear()
-        self._next_seeds[asked] = max(seed, self._next_seeds.get(asked, seed))
+        self._next_seeds[place] = max(seed, self._next_seeds.get(place, seed))
         return seed
 
     async def _took(self, prefix: str, others: Collection[str]) -> bool:
@@ -188,25 +188,27 @@ class RunnerTable:
 
     async def load(self) -> None:
         if old := await self._store.get_value(_OLD_KEY):
-            keys = {_KEY_PREFIX + one["id"]: one for one in old}
+            keys = {_KEY_PREFIX + facts["id"]: facts for facts in old}
             await self._store.set_values(keys | {_OLD_KEY: None})
         stored = await self._store.values_with_prefix(_KEY_PREFIX)
         runners = msgspec.convert(list(stored.values()), list[RegisteredRunner])
-        for one in sorted(runners, key=lambda one: (one.left_at, one.registered_at)):
-            self._remember(one)
+        for runner in sorted(runners, key=lambda runner: (runner.left_at, runner.registered_at)):
+            self._remember(runner)
 
-    async def save(self, one: RegisteredRunner) -> None:
+    async def save(self, runner: RegisteredRunner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
         are forgotten; the store still knows their streams by their groups."""
-        self._gone.pop(one.id, None)
-        forgotten = self._forget_gone(one.id)
-        if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
+        self._gone.pop(runner.id, None)
+        forgotten = self._forget_gone(runner.id)
+        if runner.id not in self.known and len(self.known) >= _MOST_RUNNERS:
             forgotten += self._forget_silent()
-        if one.id not in self.known and len(self.known) >= _MOST_RUNNERS:
+        if runner.id not in self.known and len(self.known) >= _MOST_RUNNERS:
             raise StoreFull(f"No more than {_MOST_RUNNERS} environments can register.")
         removed = dict.fromkeys(_KEY_PREFIX + left for left in forgotten)
-        await self._store.set_values({**removed, _KEY_PREFIX + one.id: msgspec.to_builtins(one)})
-        self._remember(one)
+        await self._store.set_values(
+            {**removed, _KEY_PREFIX + runner.id: msgspec.to_builtins(runner)}
+        )
+        self._remember(runner)
 
     def _forget_gone(self, but: str) -> list[str]:
         forgotten = []
@@ -223,9 +225,9 @@ class RunnerTable:
 
     def _forget_silent(self) -> list[str]:
         silent = self.heartbeats.silent_seconds
-        forgotten = [one for one in self.known if silent(one) > _LOST_SECONDS]
-        for one in forgotten:
-            self._forget(one)
+        forgotten = [env_id for env_id in self.known if silent(env_id) > _LOST_SECONDS]
+        for env_id in forgotten:
+            self._forget(env_id)
         return forgotten
 
     def _forget(self, env_id: str) -> None:
@@ -235,73 +237,77 @@ class RunnerTable:
         self._status.pop(env_id, None)
         self.heartbeats.forget(env_id)
 
-    def _remember(self, one: RegisteredRunner) -> None:
-        before = self.known.get(one.id)
+    def _remember(self, runner: RegisteredRunner) -> None:
+        before = self.known.get(runner.id)
         if before is not None:
             self.streams.give_back(before.prefix)
-        self.streams.take(one.prefix)
-        self.known[one.id] = one
-        self._ids[one.name] = one.id
-        if one.gone:
-            self._gone[one.id] = one.left_at
+        self.streams.take(runner.prefix)
+        self.known[runner.id] = runner
+        self._ids[runner.name] = runner.id
+        if runner.gone:
+            self._gone[runner.id] = runner.left_at
 
     def named(self, name: str) -> RegisteredRunner | None:
         return self.known.get(self._ids.get(name, ""))
 
-    def start(self, one: RegisteredRunner, stored: int) -> None:
-        self._status[one.id] = now = RunnerStatus()
+    def start(self, runner: RegisteredRunner, stored: int) -> None:
+        self._status[runner.id] = now = RunnerStatus()
         now.stored = stored
-        self.heartbeats.hear(one.id)
+        self.heartbeats.hear(runner.id)
 
-    def status(self, one: RegisteredRunner) -> RunnerStatus:
-        return self._status.get(one.id) or self._status.setdefault(one.id, RunnerStatus())
+    def status(self, runner: RegisteredRunner) -> RunnerStatus:
+        return self._status.get(runner.id) or self._status.setdefault(runner.id, RunnerStatus())
 
-    def is_present(self, one: RegisteredRunner) -> bool:
-        if one.gone:
+    def is_present(self, runner: RegisteredRunner) -> bool:
+        if runner.gone:
             return False
-        silent = self.heartbeats.silent_seconds(one.id)
-        return silent <= self.heartbeats.silent_after_seconds or silent <= self.silent_after(one)
+        silent = self.heartbeats.silent_seconds(runner.id)
+        return silent <= self.heartbeats.silent_after_seconds or silent <= self.silent_after(runner)
 
-    def silent_after(self, one: RegisteredRunner) -> float:
+    def silent_after(self, runner: RegisteredRunner) -> float:
         """Returns after how many seconds without a message a runner no longer counts: longer for
         one that waits long for news. It stops its own model calls after half of that."""
-        now = self.status(one)
+        now = self.status(runner)
         longest = max(now.poll_seconds, min(now.beat.wait_seconds, LONGEST_SECONDS))
         shortest = self.heartbeats.silent_after_seconds
-        return max(shortest, SILENT_POLLS * longest if NEXT_SECONDS in one.understands else 0.0)
+        return max(shortest, SILENT_POLLS * longest if NEXT_SECONDS in runner.understands else 0.0)
 
     def present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
-        return [(one, self.status(one)) for one in self.known.values() if self.is_present(one)]
+        return [
+            (runner, self.status(runner))
+            for runner in self.known.values()
+            if self.is_present(runner)
+        ]
 
     def is_any_present(self) -> bool:
-        return any(self.is_present(one) for one in self.known.values())
+        return any(self.is_present(runner) for runner in self.known.values())
 
-    def presence(self, one: RegisteredRunner) -> str:
-        if one.gone:
+    def presence(self, runner: RegisteredRunner) -> str:
+        if runner.gone:
             return "gone"
-        return "present" if self.is_present(one) else "silent"
+        return "present" if self.is_present(runner) else "silent"
 
     def minimums(self) -> dict[str, float]:
         """Returns the minimum shares of the runners that count, by environment name."""
         found: dict[str, float] = {}
-        for one, now in self.present():
-            if one.minimum_share and now.beat.capacity:
-                found[one.env] = min(1.0, found.get(one.env, 0.0) + one.minimum_share)
+        for runner, now in self.present():
+            if runner.minimum_share and now.beat.capacity:
+                found[runner.env] = min(1.0, found.get(runner.env, 0.0) + runner.minimum_share)
         return found
 
     async def snapshot(self) -> list[dict[str, Any]]:
-        for one in list(self.known.values()):
-            now = self.status(one)
+        for runner in list(self.known.values()):
+            now = self.status(runner)
             if now.stored is None:
-                now.stored = await self._store.count_with_prefix(one.prefix)
-        return [self._shown(one) for one in self.known.values()]
+                now.stored = await self._store.count_with_prefix(runner.prefix)
+        return [self._shown(runner) for runner in self.known.values()]
 
-    def _shown(self, one: RegisteredRunner) -> dict[str, Any]:
-        now = self.status(one)
+    def _shown(self, runner: RegisteredRunner) -> dict[str, Any]:
+        now = self.status(runner)
         return {
-            **{name: getattr(one, name) for name in _SHOWN},
-            "silent": self.presence(one) == "silent",
-            "silent_seconds": round(self.heartbeats.silent_seconds(one.id), 1),
+            **{name: getattr(runner, name) for name in _SHOWN},
+            "silent": self.presence(runner) == "silent",
+            "silent_seconds": round(self.heartbeats.silent_seconds(runner.id), 1),
             "room": now.room,
             "stored": now.stored,
             **now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"}),

@@ -383,7 +383,9 @@ async def drop_damaged(
         await advance(tx, queue, rows, "dropped", "drop_damaged", lease_id=None)
     if undo is not None:
         await _undo(tx, undo)
-    known = {numbers[one]: (one, reasons[one]) for one in ids if one in numbers}
+    known = {
+        numbers[group_id]: (group_id, reasons[group_id]) for group_id in ids if group_id in numbers
+    }
     return await _keep_reasons(tx, known)
 
 
@@ -417,7 +419,7 @@ async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -
     for part in chunks(list(found)):
         query = select(damaged.c.seq).where(damaged.c.seq.in_(part))
         known |= set((await tx.connection.execute(query)).scalars())
-    new = {seq: (one, why[:_REASON_CHARACTERS]) for seq, (one, why) in found.items()}
+    new = {seq: (group_id, why[:_REASON_CHARACTERS]) for seq, (group_id, why) in found.items()}
     new = {seq: facts for seq, facts in new.items() if seq not in known}
     if not new:
         return []

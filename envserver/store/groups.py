@@ -106,7 +106,7 @@ class ListStatement:
     def _of(self, length: int) -> Statement:
         if length not in self._by_length:
             listed: list[BindParameter[Any]] = [bindparam(f"listed_{n}") for n in range(length)]
-            names = [*self._names, *(one.key for one in listed)]
+            names = [*self._names, *(parameter.key for parameter in listed)]
             self._by_length[length] = Statement(self._query(listed), names)
         return self._by_length[length]
 
@@ -134,9 +134,9 @@ class EstimateRow(msgspec.Struct, frozen=True, kw_only=True):
 
 async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
     by_stream: dict[tuple[str, Split], list[Scored]] = {}
-    for one in news:
-        if one is not None:
-            by_stream.setdefault((one.env, one.split), []).append(one)
+    for scored in news:
+        if scored is not None:
+            by_stream.setdefault((scored.env, scored.split), []).append(scored)
     for (env, split), of_stream in by_stream.items():
         await _count(tx, env, split, of_stream)
 
@@ -144,8 +144,8 @@ async def count_stored(tx: Transaction, news: Iterable[Scored | None]) -> None:
 async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
     """Counts scored groups that are not stored in the estimates of their tasks, each id once;
     `put` counts those that it stores. Returns how many are new."""
-    known = await counted_drops(tx.connection, [one.group_id for one in news])
-    new = {one.group_id: one for one in news if one.group_id not in known}
+    known = await counted_drops(tx.connection, [scored.group_id for scored in news])
+    new = {scored.group_id: scored for scored in news if scored.group_id not in known}
     if new:
         await tx.connection.execute(
             insert(dropped_groups), [{"group_id": group_id} for group_id in new]
@@ -157,11 +157,11 @@ async def count_dropped(tx: Transaction, news: Sequence[Scored]) -> int:
 async def _count(tx: Transaction, env: str, split: Split, news: Sequence[Scored]) -> None:
     numbers: dict[str, int] = {}
     now: dict[str, Estimate] = {}
-    task_ids = list({one.task_id for one in news})
+    task_ids = list({scored.task_id for scored in news})
     for number, task_id, *columns in await _FOUND.all(tx.connection, (env, split), task_ids):
         numbers[task_id], now[task_id] = number, Estimate(*columns)
-    for one in news:
-        now[one.task_id] = updated(now.get(one.task_id, UNTRIED), one, tx.discount)
+    for scored in news:
+        now[scored.task_id] = updated(now.get(scored.task_id, UNTRIED), scored, tx.discount)
     known, new = [], []
     for task_id, estimate in now.items():
         row = (*msgspec.structs.astuple(estimate), tx.now)
@@ -379,7 +379,7 @@ _into_facts: Final = insert_into(group_facts)
 _into_deliveries: Final = insert_into(deliveries)
 
 
-_group_of: Final = attrgetter(*groups.columns.keys()[1:-1])
+_group_of: Final = attrgetter(*map(str, groups.columns.keys()[1:-1]))
 
 
 def _delivery(queue: str, seq: int, item: EncodedPut, now: float) -> tuple[object, ...]:

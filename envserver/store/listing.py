@@ -40,7 +40,7 @@ def after(by: list[ColumnElement[Any]], values: list[Any], descends: bool) -> Co
     """Returns the condition that a row follows `values` in the order of the columns `by`."""
     either = []
     for position, column in enumerate(by):
-        equal = [one == value for one, value in zip(by[:position], values, strict=False)]
+        equal = [column == value for column, value in zip(by[:position], values, strict=False)]
         value = values[position]
         either.append(and_(*equal, column < value if descends else column > value))
     return or_(*either)
@@ -145,14 +145,14 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
         statement = statement.where(key.is_not(None))
     if cursor:
         statement = statement.where(after(by, read_cursor(cursor, query.order, len(by)), descends))
-    statement = statement.order_by(*(one.desc() if descends else one.asc() for one in by))
+    statement = statement.order_by(*(column.desc() if descends else column.asc() for column in by))
     found = (await connection.execute(statement.limit(limit))).all()
     following = cursor_of(query.order, found[-1][-len(by) :]) if len(found) == limit else ""
     return Page([_listed(row) for row in found], following)
 
 
 def _selected(*by: ColumnElement[Any]) -> Select[Any]:
-    columns = [*group_columns(), *group_facts.c, *(one.label(None) for one in by)]
+    columns = [*group_columns(), *group_facts.c, *(column.label(None) for column in by)]
     return select(*columns).select_from(_joined_tables())
 
 
@@ -197,7 +197,7 @@ def _filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
         wanted.append(_facts.ends.contains(f"{_json(query.end)}:", autoescape=True))
     if query.text:
         ids = (of.group_id, _facts.task_id)
-        either = [one.contains(query.text, autoescape=True) for one in ids]
+        either = [column.contains(query.text, autoescape=True) for column in ids]
         if query.found:  # may be more than there can be parameters
             also = sql_text("SELECT value FROM json_each(:found)").bindparams(
                 found=_json(query.found)
@@ -321,11 +321,13 @@ async def seen_tasks(
     found = _summed(environment, text).subquery()
     name, descends = _TASK_KEYS[order]
     names = [name, "last"] if name != "last" else ["last"]
-    by: list[ColumnElement[Any]] = [found.c[one] for one in names]
+    by: list[ColumnElement[Any]] = [found.c[name] for name in names]
     wanted = select(found).where(by[0].is_not(None))
     if cursor:
         wanted = wanted.where(after(by, read_cursor(cursor, order, len(by)), descends))
-    wanted = wanted.order_by(*(one.desc() if descends else one.asc() for one in by)).limit(limit)
+    wanted = wanted.order_by(*(column.desc() if descends else column.asc() for column in by)).limit(
+        limit
+    )
     rows = (await connection.execute(wanted)).all()
     of = groups.c
     last = select(
@@ -335,10 +337,12 @@ async def seen_tasks(
         of.policy_version.label("last_version"),
     ).where(of.seq.in_([row.last for row in rows]))
     last_groups = {row.seq: row._mapping for row in await connection.execute(last)}
-    tasks = [msgspec.convert({**row._mapping, **last_groups[row.last]}, SeenTask) for row in rows]
+    every = [{**row._mapping, **last_groups[row.last]} for row in rows]
+    names_of_facts = SeenTask.__struct_fields__
+    tasks = [SeenTask(**{name: facts[name] for name in names_of_facts}) for facts in every]
     following = ""
     if len(rows) == limit:
-        following = cursor_of(order, [getattr(rows[-1], one) for one in names])
+        following = cursor_of(order, [getattr(rows[-1], name) for name in names])
     return TasksPage(tasks, following)
 
 

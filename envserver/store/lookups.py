@@ -176,7 +176,7 @@ class StoreLookups(GroupLookups):
 
     def may_hold_older(self, version: int) -> bool:
         known = self._writer.memory.versions
-        return any(UNKNOWN_VERSION < one < version for one in known)
+        return any(UNKNOWN_VERSION < older < version for older in known)
 
     @property
     def open_runs(self) -> Mapping[str, KnownRun]:

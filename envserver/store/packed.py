@@ -178,15 +178,17 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True):
 def facts_of(group: Group) -> GroupFacts:
     rollouts = group.trajectories
     return msgspec.structs.replace(
-        facts_of_rewards([one.score.reward for one in rollouts], group.task_id, group.reward_range),
+        facts_of_rewards(
+            [rollout.score.reward for rollout in rollouts], group.task_id, group.reward_range
+        ),
         split=group.split,
         model=group.model,
-        turns=max((one.turns for one in rollouts), default=0),
-        completion_tokens=sum(one.usage.completion_tokens for one in rollouts),
-        truncated=sum(one.truncated for one in rollouts),
-        seconds=max((one.usage.seconds for one in rollouts), default=0.0),
-        flags=sorted({flag for one in rollouts for flag in one.flags}),
-        ends=dict(Counter(one.usage.ended_by for one in rollouts)),
+        turns=max((rollout.turns for rollout in rollouts), default=0),
+        completion_tokens=sum(rollout.usage.completion_tokens for rollout in rollouts),
+        truncated=sum(rollout.truncated for rollout in rollouts),
+        seconds=max((rollout.usage.seconds for rollout in rollouts), default=0.0),
+        flags=sorted({flag for rollout in rollouts for flag in rollout.flags}),
+        ends=dict(Counter(rollout.usage.ended_by for rollout in rollouts)),
     )
 
 
@@ -196,7 +198,7 @@ def facts_of_rewards(
     reward_range: RewardRange | None = None,
 ) -> GroupFacts:
     listed = list(rewards)
-    given = [one for one in listed if one is not None]
+    given = [reward for reward in listed if reward is not None]
     return GroupFacts(
         task_id=task_id or "",
         rewards=listed[:MOST_REWARDS],
@@ -209,10 +211,10 @@ def facts_of_rewards(
 
 
 def facts_row(seq: int, env: str, facts: GroupFacts) -> tuple[object, ...]:
-    """Returns a row of `group_facts`, whose columns are the facts in this order."""
-    values = msgspec.structs.astuple(facts)
-    texts = (_json_text(value) if isinstance(value, list | dict) else value for value in values)
-    return (seq, *texts, env)
+    """Returns a row of `group_facts`: its columns are the facts in this order, lists as JSON."""
+    row = msgspec.structs.astuple(facts)
+    rewards, flags, ends = map(_json_text, (facts.rewards, facts.flags, facts.ends))
+    return (seq, *row[:3], rewards, *row[4:11], flags, ends, *row[13:], env)
 
 
 def _json_text(value: object) -> str:

@@ -14,9 +14,8 @@ broadcast runs: groups that wait there may be removed."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -29,51 +28,46 @@ from .leases import last_but_one
 from .rows import Compacted, GroupState, check_group
 from .schema import SHARED, bodies, deliveries, gone, group_facts, leases, runs
 from .transaction import Memory, Transaction
+from .writer import Writer
 
 _READ_AT_ONCE: Final = 400
 _REMOVED_AT_ONCE: Final = 64
 _EMPTY: Final = Compacted(0, 0, 0)
-
-
-@dataclass(frozen=True)
-class Access:
-    """The store as retention uses it: reads block nothing, and each write is one transaction."""
-
-    read: Callable[[], AbstractAsyncContextManager[AsyncConnection]]
-    write: Callable[[Callable[[Transaction], Awaitable[Compacted]]], Awaitable[Compacted]]
-    memory: Callable[[], Memory]
+Reading = Callable[[], AbstractAsyncContextManager[AsyncConnection]]
 
 
 async def compact(
-    access: Access, *, now: float, acked_hours: float, max_bytes: int | None
+    writer: Writer, reading: Reading, *, now: float, acked_hours: float, max_bytes: int | None
 ) -> Compacted:
     """Removes groups that were settled `acked_hours` ago. While all bodies take more than
     `max_bytes` (None: no limit), removes groups that were settled later, oldest first."""
     before = now - acked_hours * 3600
-    old = await _remove_groups(access, before, None)
-    over = _EMPTY if max_bytes is None else await _remove_groups(access, now, max_bytes)
-    return _sum(old, over, await _remove_leases(access, before))
+    old = await _remove_groups(writer, reading, before, None)
+    over = _EMPTY if max_bytes is None else await _remove_groups(writer, reading, now, max_bytes)
+    return _sum(old, over, await _remove_leases(writer, reading, before))
 
 
 def _sum(*parts: Compacted) -> Compacted:
     return Compacted(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
 
-async def _remove_groups(access: Access, before: float, over_bytes: int | None) -> Compacted:
+async def _remove_groups(
+    writer: Writer, reading: Reading, before: float, over_bytes: int | None
+) -> Compacted:
     removed = _EMPTY
     of = deliveries.c
     oldest = select(of.settled_at, of.seq).order_by(of.settled_at, of.seq).limit(_READ_AT_ONCE)
     last: tuple[float, int] | None = None
-    while over_bytes is None or access.memory().stored_bytes > over_bytes:
+    while over_bytes is None or writer.memory.stored_bytes > over_bytes:
         page = oldest.where(*_settled(of.settled_at, of.seq, before, last))
-        async with access.read() as connection:
+        async with reading() as connection:
             found = (await connection.execute(page)).all()
             seqs = [row.seq for row in found]
-            removable = list(await _removable(connection, access.memory(), seqs, before))
+            removable = list(await _removable(connection, writer.memory, seqs, before))
         for start in range(0, len(removable), _REMOVED_AT_ONCE):
             part = removable[start : start + _REMOVED_AT_ONCE]
             remove = partial(_remove_some, seqs=part, before=before, over_bytes=over_bytes)
-            removed = _sum(removed, await access.write(remove))
+            removed = _sum(removed, await writer.do(remove))
         if len(found) < _READ_AT_ONCE:
             break
         last = (found[-1].settled_at, found[-1].seq)
@@ -174,7 +168,7 @@ async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, 
         await tx.connection.execute(insert(gone).values(row))
 
 
-async def _remove_leases(access: Access, before: float) -> Compacted:
+async def _remove_leases(writer: Writer, reading: Reading, before: float) -> Compacted:
     """Removes leases that ended by `before`; acked ones stay until all their groups are removed,
     because a rewind needs them."""
     removed = _EMPTY
@@ -183,13 +177,13 @@ async def _remove_leases(access: Access, before: float) -> Compacted:
     last: tuple[float, str] | None = None
     while True:
         page = oldest.where(*_settled(of.ended_at, of.lease_id, before, last))
-        async with access.read() as connection:
+        async with reading() as connection:
             found = (await connection.execute(page)).all()
-            needed = await _needed(connection, access.memory(), found)
+            needed = await _needed(connection, writer.memory, found)
         removable = [row.lease_id for row in found if row.lease_id not in needed]
         if removable:
             remove = partial(_remove_ended, lease_ids=removable, before=before)
-            removed = _sum(removed, await access.write(remove))
+            removed = _sum(removed, await writer.do(remove))
         if len(found) < _READ_AT_ONCE:
             return removed
         last = (found[-1].ended_at, found[-1].lease_id)

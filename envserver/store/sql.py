@@ -221,9 +221,9 @@ class Store(StoreLookups):
         """Removes groups that every run acked, or that were dropped, at least `acked_hours` ago;
         see `retention`. `max_gb` (1e9 bytes; None: no limit): while all bodies have more, the
         oldest groups are removed earlier."""
-        access = retention.Access(self._reading, self._writer.do, lambda: self._writer.memory)
         return await retention.compact(
-            access,
+            self._writer,
+            self._reading,
             now=self._clock(),
             acked_hours=acked_hours,
             max_bytes=None if max_gb is None else int(max_gb * 1e9),

@@ -202,12 +202,12 @@ def _scale_down(
     wanted: dict[Lane, int], packed: Mapping[Lane, Sequence[Waiting]], batch_size: int
 ) -> None:
     """Scales minimums that exceed a batch down to it, but never below one group each."""
-    asked = sum(wanted.values())
-    if asked <= batch_size:
+    total = sum(wanted.values())
+    if total <= batch_size:
         return
     for lane, sequences in wanted.items():
         smallest = min(group.size for group in packed[lane])
-        wanted[lane] = max(smallest, int(sequences * (batch_size / asked)))
+        wanted[lane] = max(smallest, int(sequences * (batch_size / total)))
 
 
 def _fill(

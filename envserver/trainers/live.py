@@ -141,7 +141,7 @@ class FailureLog:
         latest = islice(reversed(self._rows), MOST_ROWS)
         return next((one.fault for one in latest if one.group_id == group_id), "environment")
 
-    def told(
+    def reported(
         self, environment: str, runner: str, failures: Mapping[str, int], drops: Mapping[str, int]
     ) -> None:
         """Adds how many attempts failed and groups were dropped at a runner since its last report

@@ -47,13 +47,13 @@ class Start(msgspec.Struct, frozen=True):
     Args:
         number: of the last event that it has, or may miss.
         seq: of the last group that it received, or finds in lists.
-        told: of the last group before the events that follow; groups between were missed.
+        before: of the last group before the events that follow; groups between were missed.
         resync: why it cannot just continue: restarted, missed; "": it can.
     """
 
     number: int
     seq: int
-    told: int
+    before: int
     resync: str = ""
 
 
@@ -84,7 +84,7 @@ class Feed:
         self._ring: deque[_Event] = deque()
         self._bytes = 0
         self._most_events = most_events
-        self._told = Changes()
+        self._announced = Changes()
         self._waking: asyncio.TimerHandle | None = None
 
     def publish(self, name: str, data: Any, *, seq: int | None = None) -> None:
@@ -103,7 +103,7 @@ class Feed:
 
     def _wake(self) -> None:
         self._waking = None
-        self._told.announce(self.number)
+        self._announced.announce(self.number)
 
     def encoded(self, name: str, data: Any, number: int, seq: int) -> bytes:
         cursor = f"{self.boot}.{number}.{seq}"
@@ -150,7 +150,7 @@ class Feed:
 
     async def more(self, number: int) -> None:
         while self.number <= number or self._waking is not None:
-            await self._told.wait(self._told.number, None)
+            await self._announced.wait(self._announced.number, None)
 
 
 log = structlog.get_logger(__name__)
@@ -240,8 +240,8 @@ class EventsAnswer(Response):
             first += event("resync", {"reason": start.resync}, start.seq)
         hello = {"boot": feed.boot, "time": time.time(), "policy_version": self._version()}
         first += event("hello", hello | {"seq": start.seq}, start.seq)
-        if start.seq < start.told:
-            first += event("groups", missed(start.seq, start.told), start.told)
+        if start.seq < start.before:
+            first += event("groups", missed(start.seq, start.before), start.before)
         return first
 
     async def _send_events(self, number: int, hangup: Hangup, write: Callable[..., Any]) -> None:
@@ -249,7 +249,7 @@ class EventsAnswer(Response):
             try:
                 part, number = self._feed.after(number)
             except FellBehind:
-                return  # the client connects again, and is told to read lists again
+                return  # the client connects again, and reads lists again
             if part:
                 await write(part)
                 continue

@@ -44,7 +44,7 @@ def index_path(places: Sequence[str]) -> Path:
         is_free = not (beside.exists() or beside.is_symlink())
         if is_index(beside) or (is_free and os.access(beside.parent, os.W_OK)):
             return beside
-    named = "\n".join(os.path.abspath(one) for one in places)  # noqa: PTH100 - globs, too
+    named = "\n".join(os.path.abspath(place) for place in places)  # noqa: PTH100 - globs, too
     digest = hashlib.blake2b(named.encode(errors="surrogateescape"), digest_size=12).hexdigest()
     folder = user_folder("XDG_CACHE_HOME", ".cache") / "envserver" / "view"
     with storing(folder, "XDG_CACHE_HOME names another place."):

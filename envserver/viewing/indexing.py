@@ -126,13 +126,13 @@ class Indexer:
             self._read.clear()
             self._resets += 1
             known = {}
-        stats = {one.path: _stat(one.path) for one in files}
+        stats = {file.path: _stat(file.path) for file in files}
         self._total = sum(size for _, size, _ in stats.values())
         if not self._has_begun:
             self._has_begun = True
             self._read = {path: min(at.offset, max(0, at.size)) for path, (_, at) in known.items()}
             self._tell()  # what is known from before can be shown
-        new = [one for one in files if self._seen.get(one.path) != stats[one.path]]
+        new = [file for file in files if self._seen.get(file.path) != stats[file.path]]
         documents = Documents()
         run = ""
         for one in new:
@@ -149,7 +149,7 @@ class Indexer:
     def _were_replaced(
         self, files: list[ViewedFile], known: dict[str, tuple[int, FileState]]
     ) -> bool:
-        paths = {one.path for one in files}
+        paths = {file.path for file in files}
         return any(
             path not in paths
             or (self._seen.get(path) != _stat(path) and not may_continue(Path(path), state))

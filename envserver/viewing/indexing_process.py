@@ -144,7 +144,7 @@ async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
     rows = []
     if last - seen <= _MOST_ALONE:
         page = await groups.list_groups(GroupQuery(after=seen), "", last - seen)
-        rows = [one for one in page.groups if one.row.seq <= last]
+        rows = [group for group in page.groups if group.row.seq <= last]
     if not rows:
         feed.publish("groups", missed(seen, last), seq=last)
     for one in rows:

@@ -104,15 +104,15 @@ def _facts(line: _Line, place: str) -> LineFacts:
     rollouts, bounds = origin.rollouts, origin.reward_range
     solves = range_from_json(bounds) if bounds is not None else None
     facts = msgspec.structs.replace(
-        facts_of_rewards([one.reward for one in rollouts], origin.task_id, solves),
+        facts_of_rewards([rollout.reward for rollout in rollouts], origin.task_id, solves),
         split=origin.split,
         model=origin.model,
-        turns=max((one.turns for one in rollouts), default=0),
-        completion_tokens=sum(one.usage.completion_tokens for one in rollouts),
-        truncated=sum(one.truncated for one in rollouts),
-        seconds=max((one.usage.seconds for one in rollouts), default=0.0),
+        turns=max((rollout.turns for rollout in rollouts), default=0),
+        completion_tokens=sum(rollout.usage.completion_tokens for rollout in rollouts),
+        truncated=sum(rollout.truncated for rollout in rollouts),
+        seconds=max((rollout.usage.seconds for rollout in rollouts), default=0.0),
         flags=sorted({flag for one in rollouts for flag in one.flags}),
-        ends=dict(Counter(one.usage.ended_by for one in rollouts)),
+        ends=dict(Counter(rollout.usage.ended_by for rollout in rollouts)),
     )
     return LineFacts(
         group_id=origin.group_id or names_of_foreign(None, None, place)[1],
@@ -322,8 +322,10 @@ def _domain(trace: Json) -> str:
 
 def _rollout(document: Json, number: int, group_id: str, line: Json) -> Json:
     facts = document["metadata"]
-    conversations = [one for one in facts.get("sequences") or () if one.get("messages")]
-    rows = [one for one in facts.get("sequences") or () if one.get("tokens")] or [{}]
+    conversations = [
+        sequence for sequence in facts.get("sequences") or () if sequence.get("messages")
+    ]
+    rows = [sequence for sequence in facts.get("sequences") or () if sequence.get("tokens")] or [{}]
     start = len(line["tokens"])
     for row in rows:
         _add_row(line, row, facts.get("reward"))
@@ -340,9 +342,9 @@ def _rollout(document: Json, number: int, group_id: str, line: Json) -> Json:
         "finish_reason": facts.get("finish_reason"),
         "limit": facts.get("limit"),
         "truncated": facts.get("finish_reason") == "length",
-        "turns": facts.get("turns") or sum(one.get("tool") == "reason" for one in actions),
+        "turns": facts.get("turns") or sum(action.get("tool") == "reason" for action in actions),
         "messages": conversations[0]["messages"] if conversations else _messages(document),
-        "others": [_other(one) for one in conversations[1:]],
+        "others": [_other(conversation) for conversation in conversations[1:]],
         "actions": actions,
         "usage": {"seconds": seconds, "ended_by": facts.get("limit") or "agent"},
         **{name: facts[name] for name in _PLAIN if facts.get(name)},

@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -36,40 +37,29 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The choice of a group's rows: the `top` best ones.
-
-    `min_difference`: how far a score must exceed the group's worst, 0: all; `pm1`: scores are
-    mapped from [0, 1] to [-1, 1].
-    """
-
-    top: int
-    allow_negative: bool = False
-    min_difference: float = 0.0
-    pm1: bool = False
-
-
-def rows_of(group: Group, choice: Choice, decode: Decode | None) -> list[dict[str, Any]]:
-    """Returns the rows of `group` that `choice` keeps, best first.
+def rows_of(
+    group: Group, settings: SftSettings, decode: Decode | None, *, pm1: bool
+) -> list[dict[str, Any]]:
+    """Returns the rows of `group` that `settings` keep, best first.
 
     With `decode`, a row for each sequence, cut before its first sampled token; else one for each
-    rollout, its conversation.
+    rollout, its conversation. `pm1`: scores are mapped from [0, 1] to [-1, 1].
     """
     scored = [
-        (score if not choice.pm1 else 2.0 * score - 1.0, trajectory)
+        (score if not pm1 else 2.0 * score - 1.0, trajectory)
         for trajectory in group.trajectories
         if (score := trajectory.score.reward) is not None
     ]
     worst = min((score for score, _ in scored), default=0.0)
+    difference = settings.minimum_score_diff_max_min
     rows = [
         {**contents, "score": score}
         for score, trajectory in sorted(scored, key=lambda pair: -pair[0])
-        if (choice.allow_negative or score > 0)
-        and (choice.min_difference <= 0 or score - worst > choice.min_difference)
+        if (settings.allow_negative_scores or score > 0)
+        and (difference <= 0 or score - worst > difference)
         for contents in _contents(trajectory, decode)
     ]
-    return rows[: choice.top]
+    return rows[: settings.save_top_n_per_group]
 
 
 def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[dict[str, Any]]:
@@ -90,20 +80,17 @@ def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[dict[st
 
 
 class SftSink:
-    """A JSONL file as a GroupSink, until it has `wanted` new rows. A context manager."""
+    """A JSONL file as a GroupSink, until it has the wanted new rows. A context manager."""
 
-    def __init__(
-        self, path: Path, choice: Choice, decode: Decode | None, *, wanted: int, append: bool
-    ) -> None:
-        self.path = path
+    def __init__(self, settings: SftSettings, *, pm1: bool) -> None:
         self.rows = 0
         self.full = asyncio.Event()
-        self._choice = choice
-        self._decode = decode
-        self._wanted = wanted
+        decode = None if settings.save_messages else _decoder(settings.tokenizer)
+        self._rows_of = partial(rows_of, settings=settings, decode=decode, pm1=pm1)
+        self._wanted = settings.num_seqs_to_save
         self._done: set[str] = set()
         self._lock = asyncio.Lock()
-        self._file = _opened(path, append=append)
+        self._file = _opened(settings.filepath, append=settings.append_to_previous)
 
     def __enter__(self) -> SftSink:
         return self
@@ -113,7 +100,7 @@ class SftSink:
 
     async def put(self, group: Group) -> None:
         """Appends as many rows of `group` as are still wanted, and syncs them to disk."""
-        rows = await asyncio.to_thread(rows_of, group, self._choice, self._decode)
+        rows = await asyncio.to_thread(self._rows_of, group)
         async with self._lock:
             rows = rows[: self._wanted - self.rows]
             if group.group_id in self._done:
@@ -165,7 +152,7 @@ async def generate(
         for one in observers:
             one(event)
 
-    with _sink(settings, pm1=config.score_range == "pm1") as sink:
+    with SftSink(settings, pm1=config.score_range == "pm1") as sink:
         async with rollout_context(
             settings,
             environment,
@@ -185,22 +172,6 @@ async def generate(
                 observers.append(view)
                 ending = await run_until_stopped(_until_full(scheduler, sink), scheduler, stop)
     return Generated(sink.rows, tally.groups, ending)
-
-
-def _sink(settings: SftSettings, *, pm1: bool) -> SftSink:
-    choice = Choice(
-        top=settings.save_top_n_per_group,
-        allow_negative=settings.allow_negative_scores,
-        min_difference=settings.minimum_score_diff_max_min,
-        pm1=pm1,
-    )
-    return SftSink(
-        settings.filepath,
-        choice,
-        None if settings.save_messages else _decoder(settings.tokenizer),
-        wanted=settings.num_seqs_to_save,
-        append=settings.append_to_previous,
-    )
 
 
 def _decoder(tokenizer: str | None) -> Decode:

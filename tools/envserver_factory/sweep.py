@@ -64,7 +64,7 @@ class Sweep(msgspec.Struct, kw_only=True):
 
     def best(self) -> Point | None:
         """Returns the point with the highest mean reward; of equal ones the smallest alpha."""
-        scored = [one for one in self.points if one.rewards]
+        scored = [point for point in self.points if point.rewards]
         return max(scored, key=lambda one: (one.mean, -abs(one.alpha)), default=None)
 
 
@@ -141,7 +141,11 @@ def _picture(sweep: Sweep) -> Iterator[str]:
 
 def _line(sweep: Sweep, axes: _Axes, name: str, number: int) -> Iterator[str]:
     color = _COLORS[number % len(_COLORS)]
-    found = [(axes.x(one.alpha), one.rewards[name]) for one in sweep.points if name in one.rewards]
+    found = [
+        (axes.x(point.alpha), point.rewards[name])
+        for point in sweep.points
+        if name in point.rewards
+    ]
     path = "L".join(f"{x} {axes.y(reward.value)}" for x, reward in found)
     yield f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2"/>'
     for x, reward in found:

@@ -148,7 +148,7 @@ def _read(sample: Any) -> tuple[Any, str | None]:
     ours = sample.store.get(STORE)
     try:
         if ours is not None:
-            return _line(ours, [message_of(one) for one in sample.messages]), None
+            return _line(ours, [message_of(message) for message in sample.messages]), None
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         return None, f"its store is not that of a rollout: {_why(error)}"
     if sample.error is not None:
@@ -169,7 +169,7 @@ def _foreign(sample: Any) -> Json:
     document = {
         "task_id": name,
         "question": asked,
-        "messages": [message_of(one) for one in sample.messages],
+        "messages": [message_of(message) for message in sample.messages],
         "final_answer": sample.output.completion,
         "model": sample.output.model,
         "score": _score(sample),
@@ -459,9 +459,9 @@ def _first(step: Json, keys: tuple[str, ...]) -> Any:
 
 
 def _actions_in(messages: list[Json]) -> list[Json]:
-    if any(one.get("tool_calls") for one in messages):
+    if any(message.get("tool_calls") for message in messages):
         return actions_of(messages)
-    found = [_of_message(one) for one in messages]
+    found = [_of_message(message) for message in messages]
     runs = [one for one in found if one is not None]
     return [{"step": n, **one} for n, one in enumerate(runs, 1)] or actions_of(messages)
 
@@ -488,7 +488,11 @@ def _final(document: Json, messages: list[Json]) -> str:
         found = found if inner is None else inner
     if found is not None:
         return json_text(found)
-    said = (text_of(one).strip() for one in reversed(messages) if one.get("role") in _ASSISTANTS)
+    said = (
+        text_of(message).strip()
+        for message in reversed(messages)
+        if message.get("role") in _ASSISTANTS
+    )
     return next((text for text in said if text), "")
 
 
@@ -708,7 +712,7 @@ def _own_domain(value: Any) -> str | None:
 
 
 def _folder_domain(path: Path) -> str | None:
-    return next((one for one in reversed(path.parent.parts) if one in DOMAINS), None)
+    return next((part for part in reversed(path.parent.parts) if part in DOMAINS), None)
 
 
 def _own_id(value: Any) -> str | None:

@@ -70,15 +70,6 @@ def objects(body: dict[str, Any], name: str, *, needed: bool = False) -> list[di
     return values
 
 
-def count(body: dict[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise bad(name, "must be a whole number of at least 1")
-    return value
-
-
 def bad(name: str, what: str) -> InputError:
     return InputError(f"{name} {what}.", place=name)
 

@@ -25,7 +25,6 @@ from .base import (
     ModelRequest,
     an_object,
     bad,
-    count,
     function_tool,
     instance,
     items,
@@ -178,14 +177,14 @@ class ChatDialect(DialectAdapter):
         messages = chat_messages(body, memory.pop(CHECKED, 0))
         fields, tools = _fields_and_tools(body)
         options = body.get("stream_options")
-        wanted = [count(body, name) for name in ("max_completion_tokens", "max_tokens")]
+        wanted = [body.get(name) for name in ("max_completion_tokens", "max_tokens")]
         return ModelRequest(
             dialect="chat",
             body=body,
             messages=messages,
             tools=tools,
             fields=fields,
-            choices=count(body, "n") or 1,
+            choices=body.get("n", 1),
             wanted_tokens=min((n for n in wanted if n is not None), default=None),
             tokens_field="max_tokens" if wanted[0] is None else "max_completion_tokens",
             stream=bool(body.get("stream")),
@@ -246,7 +245,7 @@ class CompletionsDialect(DialectAdapter):
         if "response_format" in fields:
             form = fields["response_format"]
             fields["response_format"] = response_format(form, "response_format")
-        choices = (count(body, "n") or 1) * len(prompts)
+        choices = body.get("n", 1) * len(prompts)
         if choices > MAX_CHOICES:
             raise bad(
                 "n", f"asks for {choices} answers, all prompts together: {MAX_CHOICES} at most"
@@ -260,7 +259,7 @@ class CompletionsDialect(DialectAdapter):
             prompt=prompts[0] if len(prompts) == 1 else prompts,
             fields=fields,
             choices=choices,
-            wanted_tokens=count(body, "max_tokens") or _DEFAULT_MAX_TOKENS,
+            wanted_tokens=body.get("max_tokens", _DEFAULT_MAX_TOKENS),
             stream=bool(body.get("stream")),
             wants_usage=isinstance(options, dict) and bool(options.get("include_usage")),
             wants_logprobs="logprobs" in fields,

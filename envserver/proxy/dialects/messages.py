@@ -19,7 +19,6 @@ from .base import (
     ModelRequest,
     bad,
     boolean,
-    count,
     effort_fields,
     engine_fields,
     function_tool,
@@ -528,8 +527,7 @@ class MessagesDialect(DialectAdapter):
             )
         if body.get("n") not in (None, 1):
             raise bad("n", "must be 1: a message is one answer")
-        wanted_tokens = count(body, "max_tokens")
-        if wanted_tokens is None:
+        if "max_tokens" not in body:
             raise bad("max_tokens", "is missing")
         tools = [_tool(tool, place) for tool, place in own_tools(body)]
         messages = messages_of(body, Arguments(memory))
@@ -539,8 +537,8 @@ class MessagesDialect(DialectAdapter):
             messages=messages,
             tools=tools,
             fields=fields_of(body, tools, messages),
-            wanted_tokens=wanted_tokens,
-            stream=bool(boolean(body, "stream")),
+            wanted_tokens=body["max_tokens"],
+            stream=body.get("stream", False),
             wants_reasoning=wants_thinking(body),
         )
 

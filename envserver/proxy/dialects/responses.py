@@ -15,7 +15,7 @@ from envserver_records.http_errors import CONTEXT_IS_FULL
 from envserver_records.records import Dialect, Message
 
 from ..asgi import is_context_limit
-from .base import RESPONSES, DialectAdapter, Memory, ModelRequest, bad, boolean, count, string
+from .base import RESPONSES, DialectAdapter, Memory, ModelRequest, bad
 from .conversation import (
     AnswerEnd,
     TextPart,
@@ -279,9 +279,9 @@ _STORED = "whole"
 
 
 def earlier_messages(memory: Memory, body: dict[str, Any]) -> list[Message]:
-    if body.get("previous_response_id") is None:
+    previous = body.get("previous_response_id")
+    if previous is None:
         return []
-    previous = string(body, "previous_response_id")
     kept: list[Message] | None = memory.get(_RESPONSES, {}).get(previous)
     if kept is None:
         raise bad(
@@ -418,9 +418,8 @@ class ResponsesDialect(DialectAdapter):
             raise bad("truncation", "must be disabled: it would cut the prompt silently")
         if body.get("n") not in (None, 1):
             raise bad("n", "must be 1: a response is one answer")
-        tools, instructions = tools_of(body), list[Message]()
-        if body.get("instructions"):
-            instructions = [{"role": "system", "content": string(body, "instructions")}]
+        tools, said = tools_of(body), body.get("instructions")
+        instructions = [{"role": "system", "content": said}] if said else []
         return ModelRequest(
             dialect="responses",
             body=body,
@@ -431,8 +430,8 @@ class ResponsesDialect(DialectAdapter):
             ],
             tools=tools,
             fields=fields_of(body, tools),
-            wanted_tokens=count(body, "max_output_tokens"),
-            stream=bool(boolean(body, "stream")),
+            wanted_tokens=body.get("max_output_tokens"),
+            stream=body.get("stream", False),
             wants_logprobs=wants_logprobs(body),
         )
 

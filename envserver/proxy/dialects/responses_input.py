@@ -15,7 +15,6 @@ from envserver_records.records import Message
 from .base import (
     TEXTS,
     bad,
-    boolean,
     effort_fields,
     engine_fields,
     function_tool,
@@ -273,9 +272,8 @@ def _tool_fields(body: dict[str, Any], tools: list[dict[str, Any]]) -> dict[str,
     choice = body.get("tool_choice")
     if choice is not None:
         fields["tool_choice"] = _tool_choice(choice, tools)
-    parallel = boolean(body, "parallel_tool_calls")
-    if parallel is not None:
-        fields["parallel_tool_calls"] = parallel
+    if "parallel_tool_calls" in body:
+        fields["parallel_tool_calls"] = body["parallel_tool_calls"]
     return fields
 
 

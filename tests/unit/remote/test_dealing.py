@@ -32,10 +32,10 @@ from envserver.runners.messages import (
     compressed,
     encode_batch,
 )
-from envserver.runners.news import fair_shares
-from envserver.runners.registry import LocalEnvironmentSink, RunnerRegistry
+from envserver.runners.news import LocalEnvironmentSink, fair_shares
+from envserver.runners.registry import RunnerRegistry
 from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, read_batch, read_group
+from envserver.runners.validation import Stream, check_group, decoded, read_batch
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
@@ -218,7 +218,8 @@ def test_no_spoiled_bytes_come_through_a_look_at_all_or_at_each(seed: int) -> No
         bodies.append(bytes(body))
     for body, read in zip(bodies, read_batch(encode_batch(bodies), STREAM, MANY), strict=True):
         try:
-            group = read_group(body, STREAM)
+            group = decoded(body)
+            check_group(group, STREAM)
         except InputError as error:
             assert str(error.detail["place"]).startswith("$")
             assert isinstance(read, InputError), "only the careful look refuses it"
@@ -398,7 +399,7 @@ async def test_the_servers_own_environments_share_the_room(store: Store) -> None
     demand = Demand(store, Bounds(most_groups=4, most_batches=3))
     elsewhere = RunnerRegistry(store, demand, stretches=False)
     own = LocalEnvironmentSink(
-        store, demand, elsewhere, share=Share("math"), prefix="math-train-0-", capacity=9
+        store, demand, elsewhere.news, share=Share("math"), prefix="math-train-0-", capacity=9
     )
     with pytest.raises(ConflictError):
         await elsewhere.register(Registration(**registration("math")))

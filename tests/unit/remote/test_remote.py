@@ -39,7 +39,7 @@ from envserver.http.access import create_token
 from envserver.proxy.gate import Aborted
 from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
 from envserver.runners.messages import Heartbeat, Registration
-from envserver.runners.validation import Stream, read_group
+from envserver.runners.validation import Stream, check_group, decoded
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -192,7 +192,9 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
     trajectory.egress = [EgressRequest(method="GET", host="api.example.com", port=80, status=200)]
     trajectory.usage.judge = JudgeUsage(calls=1)
     trajectory.usage.cost = Cost(currency="USD", models={"": 0.5})
-    assert read_group(pack(sealed(group)), STREAM).trajectories[0].hooks == trajectory.hooks
+    read = decoded(pack(sealed(group)))
+    check_group(read, STREAM)
+    assert read.trajectories[0].hooks == trajectory.hooks
 
 
 # News

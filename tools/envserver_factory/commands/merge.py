@@ -274,7 +274,7 @@ class _Work:
 
         folder = self.folder / "evaluations" / _folder_name(alpha)
         asked = self._asked()
-        known = next((one for one in self.sweep.points if one.alpha == alpha), None)
+        known = next((point for point in self.sweep.points if point.alpha == alpha), None)
         if known is None or known.asked != asked:
             model = self._model(alpha)
             self._console.print(f"alpha {alpha:g}", style="bold", highlight=False)

@@ -119,10 +119,10 @@ def run_build(argv: list[str]) -> int:
 
 
 def _choice(settings: RowSettings, *names: str) -> Choice:
-    from ..sft_building.per_tool import Choice, Shown
+    from ..sft_building.per_tool import Choice
 
-    shown = Shown(settings.context, settings.notes, settings.characters)
-    return Choice(shown=shown, **settings.model_dump(include={"form", *names}))
+    shown = {"form", "context", "notes", "characters"}
+    return Choice(**settings.model_dump(include={*shown, *names}))
 
 
 def _check_upload(target: str | None) -> None:

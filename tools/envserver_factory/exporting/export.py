@@ -77,7 +77,7 @@ def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRoll
 def said(rollout: StoredRollout) -> tuple[int, int]:
     """Returns how much the model wrote: tokens where known, then characters."""
     tokens = rollout.sampled or int(rollout.usage.get("completion_tokens") or 0)
-    answers = (one for one in rollout.messages if one.get("role") == "assistant")
+    answers = (message for message in rollout.messages if message.get("role") == "assistant")
     return tokens, sum(len(text_of(message)) for message in answers)
 
 
@@ -184,7 +184,7 @@ def digest_of(rollout: StoredRollout) -> bytes:
     content: Any
     if rollout.messages:
         conversations = [rollout.messages, *(other.get("messages") for other in rollout.others)]
-        content = [[_message(one) for one in messages or []] for messages in conversations]
+        content = [[_message(message) for message in messages or []] for messages in conversations]
     elif rollout.rows:
         content = [row.tokens.tolist() for row in rollout.rows]
     else:
@@ -274,7 +274,10 @@ class Forbidden:
 
     def is_in_rollout(self, rollout: StoredRollout) -> bool:
         """Whether one occurs in its conversations, without system messages."""
-        conversations = [rollout.messages, *(one.get("messages") or [] for one in rollout.others)]
+        conversations = [
+            rollout.messages,
+            *(other.get("messages") or [] for other in rollout.others),
+        ]
         return any(
             self.is_in(text_of(message))
             for messages in conversations

@@ -373,7 +373,9 @@ class Dpo(Format):
     name = "dpo"
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        usable = [one for one in kept if one.reward is not None and is_conversation(one)]
+        usable = [
+            rollout for rollout in kept if rollout.reward is not None and is_conversation(rollout)
+        ]
         ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
         for better, worse in zip(ranked, reversed(ranked), strict=True):
             difference = (better.reward or 0.0) - (worse.reward or 0.0)

@@ -209,18 +209,18 @@ def turn_times(
 
     None where they are not stored, or where the conversation does not have all of its calls.
     """
-    turns = sum(one.get("role") == "assistant" for one in messages)
+    turns = sum(message.get("role") == "assistant" for message in messages)
     calls = rollout.agent_calls.get(agent or "", [])
     began = rollout.started_at
     measured = {
-        one.call: Turn(
-            moment(began + one.started),
-            moment(began + one.started + one.seconds),
-            one.start,
-            None if one.start is None or one.end is None else one.end - one.start,
+        timing.call: Turn(
+            moment(began + timing.started),
+            moment(began + timing.started + timing.seconds),
+            timing.start,
+            None if timing.start is None or timing.end is None else timing.end - timing.start,
         )
-        for one in rollout.timings
-        if one.kind == "engine"
+        for timing in rollout.timings
+        if timing.kind == "engine"
     }
     if not rollout.started_at or len(calls) != turns or not measured.keys() >= set(calls):
         return None
@@ -270,7 +270,7 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
         for number, message in enumerate(rollout.messages)
     ]
     scores = _scores(rollout)
-    answered = [one for one in messages if one.role == "assistant"]
+    answered = [message for message in messages if message.role == "assistant"]
     sample = EvalSample(
         id=rollout.task_id,
         epoch=1,
@@ -311,7 +311,7 @@ def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample
 
 
 def _question(messages: list[Message]) -> str:
-    return next((text_of(one) for one in messages if one.get("role") == "user"), "")
+    return next((text_of(message) for message in messages if message.get("role") == "user"), "")
 
 
 def _scores(rollout: StoredRollout) -> Json:

@@ -199,7 +199,7 @@ def _check_tensors(base: Model, other: Model, allowed: Allowed, found: _Found) -
             shapes.append(f"{tensor.name}: {tensor.dtype} and {theirs.dtype}")
         elif theirs.dtype != tensor.dtype:
             dtypes.add(f"{theirs.dtype} to {tensor.dtype}")
-    extra = [str(one) for one in other.tensors.values() if _is_extra(base, other, one)]
+    extra = [str(tensor) for tensor in other.tensors.values() if _is_extra(base, other, tensor)]
     found.add(_listed(f"{name} lacks tensors of the base", missing), allowed.missing)
     found.add(_listed(f"{name} has tensors that the base has not", extra), allowed.missing)
     found.problems += _listed(f"{name} has tensors of other shapes (base's first)", shapes)
@@ -319,7 +319,9 @@ def merge_with(
     program = find_program()
     with ExitStack() as stack:
         base = stack.enter_context(Weights(recipe.base))
-        others = {one.plus: stack.enter_context(Weights(one.plus)) for one in recipe.vectors}
+        others = {
+            vector.plus: stack.enter_context(Weights(vector.plus)) for vector in recipe.vectors
+        }
         _, notes = check(base, list(others.values()), allowed or Allowed())
         size = sum(tensor.size for tensor in base.tensors.values())
         check_places([place], size, overwrite=overwrite)
@@ -342,20 +344,22 @@ def merge_with(
 
 
 def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
-    if any(one.minus is not None for one in recipe.vectors) or recipe.alphas != (1.0,):
+    if any(vector.minus is not None for vector in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
             hint="--rl, --sft and --alpha are for --method arithmetic.",
         )
-    if any(one.plus.is_file() for one in recipe.vectors):
+    if any(vector.plus.is_file() for vector in recipe.vectors):
         raise ConfigError(f"--method {method.name} takes models, not the file of a task vector.")
-    adapters = [one.plus for one in recipe.vectors if is_adapter(one.plus)]
+    adapters = [vector.plus for vector in recipe.vectors if is_adapter(vector.plus)]
     if adapters:
         raise ConfigError(
             f"{adapters[0]} is an adapter; --method {method.name} is given whole models.",
             hint="`envserver merge --base BASE --add ADAPTER --out DIR` makes one of it.",
         )
-    models: list[dict[str, Any]] = [_model(one.plus, one.weight, method) for one in recipe.vectors]
+    models: list[dict[str, Any]] = [
+        _model(vector.plus, vector.weight, method) for vector in recipe.vectors
+    ]
     parameters = dict(method.parameters)
     config: dict[str, Any] = {"merge_method": method.name}
     if method.name in _BETWEEN_TWO:

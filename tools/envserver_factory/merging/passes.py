@@ -173,12 +173,12 @@ def merge(
         alphas = recipe.alphas if places else ()
         terms = [
             _Term(
-                opened[one.plus],
-                opened[one.minus] if one.minus else None,
-                one.weight,
-                one.plus.is_file(),
+                opened[vector.plus],
+                opened[vector.minus] if vector.minus else None,
+                vector.weight,
+                vector.plus.is_file(),
             )
-            for one in recipe.vectors
+            for vector in recipe.vectors
         ]
         work = _Pass(base, terms, alphas, names, allow_not_finite, report, writer)
         with appearing(places) as folders:

@@ -328,11 +328,11 @@ def facts_of(
         inputs.append({"name": _name(folder), "files": files})
     vectors = [
         {
-            "plus": _name(one.plus),
-            "minus": _name(one.minus or recipe.base),
-            "weight": one.weight,
+            "plus": _name(vector.plus),
+            "minus": _name(vector.minus or recipe.base),
+            "weight": vector.weight,
         }
-        for one in recipe.vectors
+        for vector in recipe.vectors
     ]
     ours = {"envserver": __version__, "numpy": np.__version__, "python": platform.python_version()}
     return Facts(method, inputs, vectors, list(notes), {**ours, **(versions or {})})

@@ -185,7 +185,7 @@ class Plan:
 
     @property
     def card(self) -> str:
-        [content] = [one.content for one in self.files if one.name == _CARD]
+        [content] = [file.content for file in self.files if file.name == _CARD]
         assert isinstance(content, bytes)
         return content.decode()
 
@@ -217,9 +217,9 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
     name = planned.repository
     operations = [
         hub.CommitOperationAdd(
-            one.name, one.content if isinstance(one.content, bytes) else str(one.content)
+            file.name, file.content if isinstance(file.content, bytes) else str(file.content)
         )
-        for one in planned.files
+        for file in planned.files
     ]
     try:
         api.create_repo(name, repo_type="model", private=planned.private, exist_ok=True)
@@ -285,7 +285,7 @@ def _check_finished(folder: Path, names: Sequence[str]) -> None:
             shards = _object(folder / name).get("weight_map")
             if not isinstance(shards, dict):
                 raise InputError(f"{folder / name} has no weight_map.")
-            if missing := sorted({str(one) for one in shards.values()} - set(names)):
+            if missing := sorted({str(shard) for shard in shards.values()} - set(names)):
                 raise InputError(f"{folder / name} names {missing[0]}, which is missing.")
 
 

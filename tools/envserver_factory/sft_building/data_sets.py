@@ -465,7 +465,11 @@ def balanced(cells: Sequence[Hashable], wanted: int, *, seed: int) -> list[int]:
 
 
 def _best(group: StoredGroup) -> StoredRollout | None:
-    valid = [one for one in group.rollouts if one.components.get("valid") == 1 and one.reward]
+    valid = [
+        rollout
+        for rollout in group.rollouts
+        if rollout.components.get("valid") == 1 and rollout.reward
+    ]
     return max(valid, key=lambda one: one.reward or 0.0, default=None)
 
 
@@ -484,7 +488,7 @@ def _candidate(group: StoredGroup, rollout: StoredRollout, spool: Spool) -> _Can
     query, is_graph = group.public["query"], "steps" in plan
     facts: Json = {"query": query, "plan": plan} if is_graph else {"user_query": query, **plan}
     # The first call of a rollout is the plan's.
-    calls = (one.name for one in rollout.timings if one.kind == "engine")
+    calls = (timing.name for timing in rollout.timings if timing.kind == "engine")
     number = spool.add({"id": rollout.task_id, **facts, "model": next(calls, rollout.model)})
     written = json.dumps(plan, sort_keys=True).encode()
     return _Candidate(
@@ -512,7 +516,7 @@ def _chosen(
     dropped["above --rows"] += len(kept) - selection.rows
     if selection.balance == "none":
         return kept[: selection.rows]
-    cells = [one.cell(selection.balance) for one in kept]
+    cells = [candidate.cell(selection.balance) for candidate in kept]
     return [kept[n] for n in balanced(cells, selection.rows, seed=selection.seed)]
 
 

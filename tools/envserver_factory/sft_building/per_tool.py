@@ -97,18 +97,6 @@ class Templates(BaseModel):
         return None
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Fills {context} with the outputs of earlier actions, {notes} with those of earlier hops.
-
-    `characters` is the maximum of each; the last ones are kept.
-    """
-
-    context: bool = False
-    notes: bool = False
-    characters: int = 4000
-
-
 def read_templates(path: Path) -> Templates:
     """Reads the templates in a file, see `shipped`."""
     path = shipped(path)
@@ -127,14 +115,14 @@ def read_templates(path: Path) -> Templates:
 
 
 def instruction_of(
-    template: Template, trajectory: Json, action: Json, before: Sequence[Json], shown: Shown
+    template: Template, trajectory: Json, action: Json, before: Sequence[Json], choice: Choice
 ) -> str | None:
     """Returns the model's instruction; None if a placeholder is empty that must not be."""
     hops = [action for action in before if action.get("tool") == HOP]
     values = {
         "question": trajectory.get("question") or "",
-        "context": _outputs(before, "\n\n", shown.characters) if shown.context else "",
-        "notes": _outputs(hops, "\n", shown.characters) if shown.notes else "",
+        "context": _outputs(before, "\n\n", choice.characters) if choice.context else "",
+        "notes": _outputs(hops, "\n", choice.characters) if choice.notes else "",
         "path": _found(action, ["path"]),
     }
     used = {name for _, name, _, _ in string.Formatter().parse(template.instruction) if name}
@@ -200,7 +188,9 @@ class Choice:
     group_by: Literal["task_id"] | None = None
     min_reward: float | None = None
     form: Form = "rows"
-    shown: Shown = field(default_factory=Shown)
+    context: bool = False
+    notes: bool = False
+    characters: int = 4000
 
 
 @dataclass
@@ -262,7 +252,7 @@ def rows_of(
     report: Report | None = None,
 ) -> Iterator[Json]:
     choice, report = choice or Choice(), report or Report()
-    actions = [one for one in trajectory.get("actions") or [] if isinstance(one, dict)]
+    actions = [action for action in trajectory.get("actions") or [] if isinstance(action, dict)]
     domain = str(trajectory.get("domain"))
     counts = report.yields.setdefault(domain, {})
     for number, action in enumerate(actions):
@@ -278,7 +268,7 @@ def rows_of(
         if not output:
             report.empty += 1
             continue
-        asked = instruction_of(template, trajectory, action, actions[:number], choice.shown)
+        asked = instruction_of(template, trajectory, action, actions[:number], choice)
         if asked is None:
             report.blank += 1
             continue
