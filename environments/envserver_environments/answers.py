@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from envserver_tools.calling import visible_text
+from envserver_tools.calling import Tool, ToolError, checked_call, toolbox, visible_text
+
+from envserver import Message
 
 MAX_JSON_CHARACTERS = 100_000
 """JSON is looked for in the last characters of a text, as many as this."""
@@ -37,6 +40,24 @@ _SEVERAL = re.compile(
 )
 _WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit)\s*\{(.*)\}", re.DOTALL)
 _DECODER = json.JSONDecoder()
+
+
+def text_in(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def last_reply(messages: Sequence[Message]) -> Message:
+    """The last message of the assistant; {} without any."""
+    return next((one for one in reversed(messages) if one.get("role") == "assistant"), {})
+
+
+def arguments_of(tool: Tool, message: Message) -> dict[str, Any] | None:
+    """The arguments of the first valid call of `tool` in a message; None without any."""
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        with suppress(ToolError):
+            return checked_call(toolbox(tool), call)[1]
+    return None
 
 
 def last_boxed(text: str) -> str | None:

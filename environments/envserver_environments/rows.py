@@ -241,14 +241,16 @@ def first_option(
     path: Path | None,
     split: Split,
     read: Callable[[Row, FirstOption], object],
+    parts: Callable[[Row], list[Row]] = lambda row: [row],
 ) -> FirstOption:
     """The number of the first option: as set, else 1 if in the file at `path` the answer of some
     row is the number of its options, and that of none is 0. `read` raises InputError for an answer
-    that is none of the row's options."""
+    that is none of the row's options; `parts`: the questions of a row."""
 
     def fits(row: Row, first: int) -> bool:
         try:
-            read(row, lambda: first)
+            for part in parts(row):
+                read(part, lambda: first)
         except InputError:
             return False
         return True

@@ -14,10 +14,9 @@ from msgspec import Meta
 from envserver import Message, PublicTask, Rollout, Sandbox, tool
 
 from .extraction import MAX_CODE_CHARACTERS, fenced_blocks
-from .hoisting import hoisted
 from .prompts import REMINDER, ShowTests, question, shown_test, system_prompt
-from .running import Trial, Verdict, judged_pairs, run_trial
-from .scoring import judged, program_of
+from .running import Verdict
+from .scoring import judged
 
 Mode = Literal["single", "tools"]
 MAX_TURNS = 10
@@ -57,25 +56,14 @@ class Workbench:
         tests = self._public["tests"]
         if not tests:
             return "There are no visible tests."
-        verdicts = await self._judged(code)
+        workspace = nullcontext(self._sandbox)
+        verdicts, _ = await judged(self._public, code, tests, lambda: workspace)
         lines = [
             f"{shown_test(test)}\n{_outcome_text(verdict)}"
             for test, verdict in zip(tests, verdicts, strict=True)
         ]
         passed = sum(verdict.passed for verdict in verdicts)
         return "\n".join([f"{passed} of {len(tests)} visible tests passed.", *lines])
-
-    async def _judged(self, code: str) -> list[Verdict]:
-        public = self._public
-        if not public["entry_point"]:
-            seconds = public.get("seconds")
-            return await judged_pairs(
-                code, public["tests"], seconds, lambda: nullcontext(self._sandbox)
-            )
-        tests = [hoisted(test, public["entry_point"]) for test in public["tests"]]
-        calls = [call for test in tests for call in test.calls]
-        trial = Trial(program_of(public, code, tests), calls)
-        return judged(tests, await run_trial(trial, self._sandbox))
 
     @tool
     def submit(self, code: Code) -> str:

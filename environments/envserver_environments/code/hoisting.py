@@ -56,12 +56,11 @@ class HoistedTest:
     def determines(self) -> bool:
         """Returns whether the claim leaves one value to its only call (or one but for rounding)."""
         match self.claim:
-            case ast.Name() | ast.UnaryOp(op=ast.Not(), operand=ast.Name()):
-                return len(self.calls) == 1
-            case ast.Compare(left=ast.Name(), ops=[ast.Eq() | ast.Is()]):
-                return len(self.calls) == 1
             case (
-                ast.Compare(
+                ast.Name()
+                | ast.UnaryOp(op=ast.Not(), operand=ast.Name())
+                | ast.Compare(left=ast.Name(), ops=[ast.Eq() | ast.Is()])
+                | ast.Compare(
                     left=ast.Call(func=ast.Name(id="abs"), args=[ast.BinOp(left=ast.Name())]),
                     ops=[ast.Lt() | ast.LtE()],
                 )

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import functools
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
-from envserver import Result, Sandboxes, Score, Task
+from envserver_environments.answers import last_reply
+
+from envserver import Result, Sandbox, Sandboxes, Score, Task
 
 from .expressions import close
 from .extraction import MAX_CODE_CHARACTERS, extract_code
@@ -141,17 +145,18 @@ class References:
     )
 
     async def asked(
-        self, task: Task, tests: Sequence[HoistedTest], count: int, sandboxes: Sandboxes
+        self, task: Task, count: int, sandboxes: Sandboxes
     ) -> tuple[list[str], dict[int, Any]]:
-        code = task.hidden.get("code")
-        if not code or count < 1:
+        code, name = task.hidden.get("code"), str(task.public["entry_point"])
+        if not code or not name or count < 1:
             return [], {}
         key = (task.id, code)
         if key not in self._known:
+            tests = [hoisted(source, name) for source in all_tests(task)]
             # Where a test leaves several right values, the reference's is only one of them.
             known = [call for test in tests if test.determines for call in test.calls]
             calls = changed_calls(known, count, task.id)
-            program = program_of(task.public, code, tests)
+            program = _program(task.public, code, tests)
             # In a separate sandbox: the program under test must not see its content.
             async with sandboxes.open(SPEC) as sandbox:
                 trial = await run_trial(Trial(program, calls), sandbox)
@@ -176,36 +181,18 @@ async def score_rollout(
         metrics["too_long"] = 1.0
     if code is None or len(code) > MAX_CODE_CHARACTERS:
         return _score([], len(task.public["tests"]), count, rules, None, metrics)
-    if entry_point:
-        verdicts, agreed = await _judged_calls(task, code, rules, sandboxes, references)
-    else:
-        verdicts, agreed = await judged_program(task, code, sandboxes), None
+    fuzzed, wanted = await references.asked(task, rules.fuzz, sandboxes)
+    opened = functools.partial(sandboxes.open, SPEC)
+    verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
+    agreed = agreement(given, wanted)
     return _score(verdicts, len(task.public["tests"]), count, rules, agreed, metrics)
-
-
-async def judged_program(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
-    seconds = task.public.get("seconds")
-    return await judged_pairs(code, all_tests(task), seconds, lambda: sandboxes.open(SPEC))
-
-
-async def _judged_calls(
-    task: Task, code: str, rules: ScoringRules, sandboxes: Sandboxes, references: References
-) -> tuple[list[Verdict], float | None]:
-    tests = [hoisted(source, str(task.public["entry_point"])) for source in all_tests(task)]
-    fuzzed, wanted = await references.asked(task, tests, rules.fuzz, sandboxes)
-    calls = [call for test in tests for call in test.calls]
-    program = program_of(task.public, code, tests)
-    async with sandboxes.open(SPEC) as sandbox:
-        trial = await run_trial(Trial(program, [*calls, *fuzzed]), sandbox)
-    given = {n - len(calls): value for n, value in trial.values.items() if n >= len(calls)}
-    return judged(tests, trial), agreement(given, wanted)
 
 
 def all_tests(task: Task) -> list[Any]:
     return [*task.public["tests"], *task.hidden["tests"]]
 
 
-def program_of(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) -> Program:
+def _program(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) -> Program:
     return Program(
         code,
         str(public["entry_point"]),
@@ -214,8 +201,20 @@ def program_of(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) 
     )
 
 
-def judged(tests: Sequence[HoistedTest], trial: Trial) -> list[Verdict]:
-    """The verdict of each test; the trial's calls begin with theirs, in order."""
+async def judged(
+    public: dict[str, Any],
+    code: str,
+    sources: Sequence[Any],
+    opened: Callable[[], AbstractAsyncContextManager[Sandbox]],
+    more: Sequence[str] = (),
+) -> tuple[list[Verdict], dict[int, Any]]:
+    """The verdict of each test, and the values of the calls `more`, by their places."""
+    if not public["entry_point"]:
+        return await judged_pairs(code, sources, public.get("seconds"), opened), {}
+    tests = [hoisted(source, str(public["entry_point"])) for source in sources]
+    calls = [call for test in tests for call in test.calls]
+    async with opened() as sandbox:
+        trial = await run_trial(Trial(_program(public, code, tests), [*calls, *more]), sandbox)
     verdicts, start = [], 0
     for test in tests:
         numbers = range(start, start + len(test.calls))
@@ -224,23 +223,18 @@ def judged(tests: Sequence[HoistedTest], trial: Trial) -> list[Verdict]:
         error = next((trial.errors[n] for n in numbers if n in trial.errors), None)
         shown = ", ".join(_shown(value) for value in values.values())
         verdicts.append(Verdict(test.holds(values), error, shown))
-    return verdicts
+    return verdicts, {n - start: value for n, value in trial.values.items() if n >= start}
 
 
 def submitted(result: Result, entry_point: str) -> str | None:
     output = result.output
+    if isinstance(output, dict) and isinstance(output.get("code"), str):
+        return str(output["code"])
     if isinstance(output, dict):
-        code, text = output.get("code"), output.get("text")
-        if isinstance(code, str):
-            return code
-        return extract_code(text, entry_point) if isinstance(text, str) else None
-    if isinstance(output, str):
-        return extract_code(output, entry_point)
-    for message in reversed(result.messages):
-        if message.get("role") == "assistant":
-            content = message.get("content")
-            return extract_code(content, entry_point) if isinstance(content, str) else None
-    return None
+        text = output.get("text")
+    else:
+        text = output if isinstance(output, str) else last_reply(result.messages).get("content")
+    return extract_code(text, entry_point) if isinstance(text, str) else None
 
 
 def _score(
@@ -302,17 +296,7 @@ async def why_wrong(task: Task, sandboxes: Sandboxes) -> str | None:
     code = task.hidden.get("code")
     if not code:
         return "it has no reference solution (--env.check_references false keeps it)"
-    if task.public["entry_point"]:
-        verdicts = await _judged_function(task, code, sandboxes)
-    else:
-        verdicts = await judged_program(task, code, sandboxes)
+    opened = functools.partial(sandboxes.open, SPEC)
+    verdicts, _ = await judged(task.public, code, all_tests(task), opened)
     passed = all(verdict.passed for verdict in verdicts)
     return None if passed else "the reference fails its own tests"
-
-
-async def _judged_function(task: Task, code: str, sandboxes: Sandboxes) -> list[Verdict]:
-    tests = [hoisted(source, task.public["entry_point"]) for source in all_tests(task)]
-    calls = [call for test in tests for call in test.calls]
-    async with sandboxes.open(SPEC) as sandbox:
-        trial = await run_trial(Trial(program_of(task.public, code, tests), calls), sandbox)
-    return judged(tests, trial)

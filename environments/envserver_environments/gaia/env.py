@@ -52,7 +52,7 @@ from .loading import (
     read_copy,
     read_row,
 )
-from .scoring import Contaminated, Terms, Unfinished, Weights, judge
+from .scoring import Contaminated, Unfinished, Weights, judge
 
 _MB = 2**20
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
@@ -212,7 +212,7 @@ class Gaia(DataEnvironment):
         )
 
     def score(self, task: Task, result: Result) -> Score:
-        return judge(task, result, self._terms())
+        return judge(task, result, self.config)
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         config = self.config
@@ -235,7 +235,7 @@ class Gaia(DataEnvironment):
         return demonstrate(task, self.config.agent, self.config.planning_interval)
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
-        return known_results(task, self._terms())
+        return known_results(task, self.config)
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         plain = {**row, "file_name": "", "task_id": id_of(row)}
@@ -260,16 +260,6 @@ class Gaia(DataEnvironment):
 
     def _web_tools(self, run: Rollout) -> list[Tool]:
         return [] if self.config.web == "none" else [*remote_tools(run.call_tool).values()]
-
-    def _terms(self) -> Terms:
-        config = self.config
-        return Terms(
-            weights=config.rubric,
-            turns=config.max_turns,
-            tokens=config.max_completion_tokens,
-            unfinished=config.unfinished,
-            contaminated=config.contaminated,
-        )
 
     def _read(self, item: GaiaQuestion | str) -> Task | str:
         if isinstance(item, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envserver_environments.demonstrations import call_message, text_message
 from envserver_tools.web import LEAK_SEEN
@@ -12,7 +12,10 @@ from envserver import KnownResult, Message, Result, Task
 
 from .agents import Kind
 from .agents.prompts import FAILED, NO_CALL, NO_CODE, OBSERVED, TOOL_FAILED
-from .scoring import MAX_ANSWER_CHARACTERS, Terms, question_scorer
+from .scoring import MAX_ANSWER_CHARACTERS, question_scorer
+
+if TYPE_CHECKING:
+    from .env import Gaia
 
 
 def demonstrate(task: Task, agent: Kind, planning_interval: int | None) -> list[Message]:
@@ -42,8 +45,8 @@ def _steps(task: Task, agent: Kind) -> list[Message]:
     return [call_message("python", code=program), last]
 
 
-def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
-    weights = terms.weights
+def known_results(task: Task, config: Gaia.Config) -> Iterator[KnownResult]:
+    weights, turns, tokens = config.rubric, config.max_turns, config.max_completion_tokens
     gold = str(task.hidden["answer"])
     least = 1.0 - weights.steps - weights.tokens - weights.format - weights.errors
     least -= weights.ungrounded
@@ -51,11 +54,11 @@ def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
     yield _right("gold, after the marker", f"So: 0\nfinal answer: {gold} ", least)
     yield _right("gold, in double stars", f"FINAL ANSWER: **{gold}**", least)
     troubles = (NO_CODE, NO_CALL, f"{FAILED}Error:", f"{TOOL_FAILED}no such file")
-    worst = _result(gold, troubles * terms.turns, turns=terms.turns, tokens=terms.tokens)
+    worst = _result(gold, troubles * turns, turns=turns, tokens=tokens)
     yield KnownResult("gold, after every trouble", worst, least=least, most=1.0)
-    silent = _result(gold, turns=terms.turns, tokens=terms.tokens)
+    silent = _result(gold, turns=turns, tokens=tokens)
     yield KnownResult("gold, after steps that nobody sees", silent, least=least, most=1.0)
-    if terms.contaminated == "zero":
+    if config.contaminated == "zero":
         copied = _result(gold, [f"{OBSERVED}{gold}"], turns=2)
         copied.flags = [LEAK_SEEN]
         yield KnownResult("gold, from a copy of the task", copied)
@@ -69,7 +72,7 @@ def known_results(task: Task, terms: Terms) -> Iterator[KnownResult]:
         ("gold in a long text", f"{gold} " * MAX_ANSWER_CHARACTERS),
     ):  # fmt: skip
         yield KnownResult(name, _result(value))
-    for name, result in _elsewhere(gold):
+    for name, result in _not_handed_in(gold):
         yield KnownResult(name, result)
 
 
@@ -86,7 +89,7 @@ def _hedges(gold: str) -> Iterator[tuple[str, str]]:
     yield "as a program", f"print({gold!r})"
 
 
-def _elsewhere(gold: str) -> Iterator[tuple[str, Result]]:
+def _not_handed_in(gold: str) -> Iterator[tuple[str, Result]]:
     """The answer is somewhere, but it was not handed in."""
     said: list[Message] = [{"role": "assistant", "content": f"FINAL ANSWER: {gold}"}]
     yield "gold, only observed", _result(None, [f"{OBSERVED}{gold}"])

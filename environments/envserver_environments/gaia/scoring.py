@@ -13,7 +13,7 @@ import string
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from envserver_tools.web import LEAK_SEEN
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,6 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from envserver import Message, Result, Score, Task
 
 from .agents.prompts import FAILED, NO_CALL, NO_CODE, PLAN, PLANNED, TOOL_FAILED
+
+if TYPE_CHECKING:
+    from .env import Gaia
 
 MAX_ANSWER_CHARACTERS = 10_000
 """Longer answers are wrong."""
@@ -300,29 +303,18 @@ Unfinished = Literal["score", "drop"]
 Contaminated = Literal["drop", "zero", "score"]
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Settings of the score."""
-
-    weights: Weights
-    turns: int  # limit of model calls
-    tokens: int  # limit of sampled tokens
-    unfinished: Unfinished = "score"  # rollouts without an answer: wrong, or without a reward
-    contaminated: Contaminated = "drop"  # of rollouts that saw a page revealing the answer
-
-
-def judge(task: Task, result: Result, terms: Terms) -> Score:
+def judge(task: Task, result: Result, config: Gaia.Config) -> Score:
     output = result.output if isinstance(result.output, dict) else {}
     submitted = output.get("answer")
     answer, too_long = extract_answer(submitted), is_too_long(submitted)
     answered = answer is not None or too_long
     trail = trail_of(result.messages, result.turns)
-    facts = _facts(task, result, answer, trail, terms)
-    found = items(facts, terms.weights)
-    folded = fold(found, terms.weights)
+    facts = _facts(task, result, answer, trail, config)
+    found = items(facts, config.rubric)
+    folded = fold(found, config.rubric)
     leaked = _was_leaked(task, result, trail)
     return Score(
-        reward=_reward(folded, terms, answered=answered, leaked=leaked),
+        reward=_reward(folded, config, answered=answered, leaked=leaked),
         components=dataclasses.asdict(found),
         metrics={
             "folded": folded,
@@ -338,21 +330,23 @@ def judge(task: Task, result: Result, terms: Terms) -> Score:
     )
 
 
-def _reward(folded: float, terms: Terms, *, answered: bool, leaked: bool) -> float | None:
-    if leaked and terms.contaminated != "score":
-        return None if terms.contaminated == "drop" else 0.0
-    if not answered and terms.unfinished == "drop":
+def _reward(folded: float, config: Gaia.Config, *, answered: bool, leaked: bool) -> float | None:
+    if leaked and config.contaminated != "score":
+        return None if config.contaminated == "drop" else 0.0
+    if not answered and config.unfinished == "drop":
         return None
     return max(0.0, folded)
 
 
-def _facts(task: Task, result: Result, answer: str | None, trail: Trail, terms: Terms) -> Facts:
+def _facts(
+    task: Task, result: Result, answer: str | None, trail: Trail, config: Gaia.Config
+) -> Facts:
     return Facts(
         correct=answer is not None and question_scorer(answer, str(task.hidden["answer"])),
         turns=result.turns,
-        turn_limit=terms.turns,
+        turn_limit=config.max_turns,
         tokens=result.completion_tokens,
-        token_limit=terms.tokens,
+        token_limit=config.max_completion_tokens,
         steps=trail.steps,
         malformed=trail.malformed,
         failed=trail.failed,

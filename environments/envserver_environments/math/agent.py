@@ -10,9 +10,7 @@ from typing import Annotated, Any, Literal
 from envserver_tools.calculator import CALCULATE, calculate
 from envserver_tools.calling import (
     Tool,
-    ToolError,
     ToolResult,
-    checked_call,
     cut,
     toolbox,
 )
@@ -52,18 +50,6 @@ async def solve(
         case "single":
             reply = await run.chat(messages)
             return {"answer": None, "text": reply.content}
-
-
-def finish_answer(message: Message) -> str | None:
-    calls = message.get("tool_calls")
-    for call in calls if isinstance(calls, list) else []:
-        try:
-            called, arguments = checked_call(TOOLS, call)
-        except ToolError:
-            continue
-        if called.name == "finish":
-            return str(arguments["answer"])
-    return None
 
 
 async def _with_tools(messages: list[Message], run: Rollout) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
     SEVERAL,
     DataEnvironment,
+    FirstOption,
     NumberedRow,
     OptionRowsConfig,
     Row,
@@ -42,10 +43,9 @@ from envserver.rows.columns import doubt
 from . import procedural
 from .agent import Mode, solve
 from .data_sets import DATA, Kind, Problem, read_problem, why_unusable
-from .known import demonstrate, known_answers
+from .known import demonstrate, doubts, known_answers, row_answers
 from .literals import is_number_literal, plain_number
 from .prompts import BOXED, question
-from .row_answers import doubts, row_answers
 from .scoring import ScoringRules, last_answer, score_rollout
 from .verification import compared_together
 
@@ -177,15 +177,14 @@ class Math(DataEnvironment):
         path = self.config.data_path
         columns = self.config.columns
         rows, named = DATA.rows(name, path, split, seed), name_of(name, path)
-        first = first_option(
-            self.config.first_option,
-            path,
-            split,
-            lambda row, first: read_problem(row, named, columns, first),
-        )
+
+        def read(row: Row, first: FirstOption) -> Problem:
+            return read_problem(row, named, columns, first)
+
+        first = first_option(self.config.first_option, path, split, read)
 
         def task(row: Row, one: NumberedRow) -> Task:
-            problem = read_problem(row, named, columns, first)
+            problem = read(row, first)
             for cause in doubts(problem, row):
                 doubt(cause)
             if why := why_unusable(problem):

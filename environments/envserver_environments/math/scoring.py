@@ -7,13 +7,20 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from envserver_environments.answers import choice_index, last_boxed, option_index
+from envserver_environments.answers import (
+    arguments_of,
+    choice_index,
+    last_boxed,
+    last_reply,
+    option_index,
+    text_in,
+)
 from envserver_tools.calling import visible_text
 
 from envserver import Result, Score, Task
 
 from . import procedural
-from .agent import finish_answer
+from .agent import finish
 from .data_sets import MAX_ANSWER_CHARACTERS
 from .literals import is_number_literal
 from .verification import Verdict, compare
@@ -63,21 +70,17 @@ def read_answer(result: Result) -> ModelAnswer:
     """Reads the answer from the rollout's output or, if there is none, from the conversation."""
     output = result.output
     if isinstance(output, dict):
-        answer, text = output.get("answer"), output.get("text")
-        return ModelAnswer(
-            answer if isinstance(answer, str) else None, text if isinstance(text, str) else ""
-        )
+        return ModelAnswer(text_in(output.get("answer")), text_in(output.get("text")) or "")
     if isinstance(output, str):
         return ModelAnswer(None, output)
     return last_answer(result.messages)
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            content = message.get("content")
-            return ModelAnswer(finish_answer(message), content if isinstance(content, str) else "")
-    return ModelAnswer(None, "")
+    message = last_reply(messages)
+    finished = arguments_of(finish, message)
+    answer = None if finished is None else str(finished["answer"])
+    return ModelAnswer(answer, text_in(message.get("content")) or "")
 
 
 def _correctness(

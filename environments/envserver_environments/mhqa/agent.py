@@ -27,7 +27,7 @@ from .prompts import (
     system_prompt,
     text_system_prompt,
 )
-from .scoring import extract_answer, has_tagged_answer
+from .scoring import ModelAnswer, extract_answer, has_tagged_answer
 from .shelf import MAX_FINISH_CHARACTERS, MAX_QUERY_CHARACTERS, Scope, Shelf, search_of
 
 Mode = Literal["tools", "scripted", "text", "tags"]
@@ -61,8 +61,7 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
             said = await _with_tags(question, run, rules, shelf)
         case "scripted" | "memory":
             said = await _by_script(question, run, rules, shelf)
-    answer = said.answer if said.answer is not None else extract_answer(said.text)
-    run.log_action("finalize", {"question": question}, answer)
+    run.log_action("finalize", {"question": question}, said.final)
     finish = shelf.finished or {}
     return {
         "answer": said.answer,
@@ -93,15 +92,9 @@ def _shelf(task: PublicTask, run: Rollout, rules: AgentOptions) -> Shelf:
     )
 
 
-@dataclass(frozen=True)
-class _Submission:
-    answer: str | None
-    text: str
-
-
 async def _with_tools(
     question: str, run: Rollout, rules: AgentOptions, shelf: Shelf
-) -> _Submission:
+) -> ModelAnswer:
     thoughts = _Thoughts(run, question)
 
     def note(reply: Reply) -> None:
@@ -117,12 +110,12 @@ async def _with_tools(
         on_reply=note,
         is_answer=has_tagged_answer,
     )
-    return _Submission(None if shelf.finished is None else shelf.finished["answer"], end.text)
+    return ModelAnswer(None if shelf.finished is None else shelf.finished["answer"], end.text)
 
 
 async def _with_texts(
     question: str, run: Rollout, rules: AgentOptions, shelf: Shelf
-) -> _Submission:
+) -> ModelAnswer:
     thoughts, text = _Thoughts(run, question), ""
 
     async def chat(messages: list[Message], **sampling: Any) -> Reply:
@@ -143,10 +136,10 @@ async def _with_texts(
         max_tool_errors=MAX_TOOL_ERRORS,
     )
     run.log_metric("tool_errors", done.tool_errors)
-    return _Submission(done.answer, text)
+    return ModelAnswer(done.answer, text)
 
 
-async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Submission:
+async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> ModelAnswer:
     messages = _opening(system_prompt("tags", rules.unanswerable), question)
     thoughts, text = _Thoughts(run, question), ""
     for _ in range(run.max_turns):
@@ -159,43 +152,38 @@ async def _with_tags(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
         thoughts.note(_TAGS.sub("", _QUERY.sub("", text)))
         found = "\n\n".join([await _found(shelf, query) for query in queries[: rules.max_searches]])
         messages.append({"role": "user", "content": f"{OBSERVATION}\n{found}\n</observation>"})
-    return _Submission(None, text)
+    return ModelAnswer(None, text)
 
 
-async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> _Submission:
+async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Shelf) -> ModelAnswer:
     messages = _opening(system_prompt(rules.mode, rules.unanswerable), question)
     messages[-1]["content"] += f"\n\n{SUB_QUESTIONS_WANTED}"
     plan = await _ask(run, messages)
-    if plan.cut_off:
-        return _Submission(None, plan.text)
-    sub_questions = numbered_list(plan.text)[:MAX_HOPS] or [question]
+    if plan.finish_reason == "length":
+        return ModelAnswer(text=plan.content)
+    sub_questions = numbered_list(plan.content)[:MAX_HOPS] or [question]
     run.log_action("decompose", {"question": question}, sub_questions)
     answers: list[str] = []
     for hop, sub_question in enumerate(sub_questions, start=1):
         asked = substituted(sub_question, answers)
         found = None if rules.mode == "memory" else await _found(shelf, asked)
         note = await _ask(run, messages, note_wanted(hop, asked, found))
-        answers.append(provisional_answer(note.text))
-        run.log_action("reason_hop", {"hop": hop, "question": asked}, note.text)
-        if note.cut_off:
-            return _Submission(None, note.text)
+        answers.append(provisional_answer(note.content))
+        run.log_action("reason_hop", {"hop": hop, "question": asked}, note.content)
+        if note.finish_reason == "length":
+            return ModelAnswer(text=note.content)
     last = await _ask(run, messages, answer_wanted(question))
-    return _Submission(None if last.cut_off else final_answer(last.text), last.text)
+    cut_off = last.finish_reason == "length"
+    return ModelAnswer(None if cut_off else final_answer(last.content), last.content)
 
 
-@dataclass(frozen=True)
-class _Message:
-    text: str
-    cut_off: bool
-
-
-async def _ask(run: Rollout, messages: list[Message], ask: str | None = None) -> _Message:
+async def _ask(run: Rollout, messages: list[Message], ask: str | None = None) -> Reply:
     """Sends `ask` and returns the model's answer; both are added to `messages`."""
     if ask is not None:
         messages.append({"role": "user", "content": ask})
     reply = await run.chat(messages)
     messages.append(reply.message)
-    return _Message(reply.content, reply.finish_reason == "length")
+    return reply
 
 
 async def _found(shelf: Shelf, query: str) -> str:

@@ -229,12 +229,10 @@ class Mhqa(DataEnvironment):
 
     @functools.cached_property
     def _first_option(self) -> FirstOption:
-        def read_parts(row: Row, first: FirstOption) -> None:
-            for part in single_rows(row):
-                self._read(part, first)
-
         config = self.config
-        return first_option(config.first_option, config.data_path, config.split, read_parts)
+        return first_option(
+            config.first_option, config.data_path, config.split, self._read, single_rows
+        )
 
     @functools.cached_property
     def _aliases(self) -> dict[str, list[str]]:

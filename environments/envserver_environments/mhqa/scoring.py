@@ -17,8 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from envserver_environments.answers import json_objects, last_boxed
-from envserver_tools.calling import ToolError, checked_call, toolbox, visible_text
+from envserver_environments.answers import (
+    arguments_of,
+    json_objects,
+    last_boxed,
+    last_reply,
+    text_in,
+)
+from envserver_tools.calling import visible_text
 from envserver_tools.retrieval import passages_from
 
 from envserver import Result, Score, Task
@@ -140,7 +146,6 @@ SMALL_WORDS = {
 """Words that any text shares with any gold: by themselves they earn nothing."""
 
 _SEPARATORS = re.compile(r"[|;\n\r｜；]")
-_FINISHING = toolbox(FINISH)
 
 
 @dataclass(frozen=True)
@@ -224,10 +229,9 @@ def is_short(answer: str, golds: list[str]) -> bool:
 def read_answer(result: Result) -> ModelAnswer:
     output = result.output
     if isinstance(output, dict):
-        answer, text = output.get("answer"), output.get("text")
         return ModelAnswer(
-            answer if isinstance(answer, str) else None,
-            text if isinstance(text, str) else "",
+            text_in(output.get("answer")),
+            text_in(output.get("text")) or "",
             _facts(output.get("facts")),
             [key for key in _list(output.get("passages")) if isinstance(key, str)],
             _triples(output.get("evidence")),
@@ -238,11 +242,8 @@ def read_answer(result: Result) -> ModelAnswer:
 
 
 def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
-    for message in reversed(messages):
-        if message.get("role") == "assistant":
-            content = message.get("content")
-            return parse_answer(content if isinstance(content, str) else "", _finish_call(message))
-    return ModelAnswer()
+    message = last_reply(messages)
+    return parse_answer(text_in(message.get("content")) or "", arguments_of(FINISH, message))
 
 
 def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
@@ -300,16 +301,6 @@ def _keys_of_titles(task: Task, facts: list[tuple[str, int]]) -> list[str]:
 
 def _several(text: str) -> bool:
     return bool(_SEPARATORS.search(text.strip())) or "or" in normalize_answer(text).split()
-
-
-def _finish_call(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    for call in _list(message.get("tool_calls")):
-        try:
-            _, arguments = checked_call(_FINISHING, call)
-        except ToolError:
-            continue
-        return arguments
-    return None
 
 
 def _list(value: object) -> list[Any]:

@@ -7,7 +7,7 @@ own name, in the order of the dependencies, with the results of the steps that i
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, cast
 
 from envserver_environments.answers import last_boxed
@@ -160,6 +160,20 @@ def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> st
 
 
 ROUTER = "router"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The output of a rollout."""
+
+    plan: str = ""
+    repaired: int = 0
+    cut_off: bool = False
+    executed: bool = False
+    answer: str | None = None
+    program: str | None = None
+
+
 READERS = {"graph": read_plan, "coursegpt": read_course}
 
 
@@ -168,14 +182,7 @@ async def solve(
 ) -> dict[str, Any]:
     """Runs one attempt: plans as the agent `router`, with so many repairs of an invalid plan;
     `execute`: runs a valid plan whose answer can be checked."""
-    output: dict[str, Any] = {
-        "plan": "",
-        "repaired": 0,
-        "cut_off": False,
-        "executed": False,
-        "answer": None,
-        "program": None,
-    }
+    output = asdict(ModelPlan())
     plan = await _plan(task, run, repair, output, router)
     if plan is None:
         return output

@@ -17,44 +17,38 @@ from jsonschema import Draft202012Validator
 
 MAX_STEPS = 8
 
-_STEP: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["id", "agent", "tool", "args", "depends_on"],
-    "properties": {
+_DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    """An object with all of these properties and no others."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": [*properties],
+        "properties": properties,
+    }
+
+
+_STEP = _closed(
+    {
         "id": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,15}$"},
         "agent": {"enum": ["math", "code", "search"]},
         "tool": {"type": "string"},
         "args": {"type": "object"},
         "depends_on": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-    },
-}
-
-_HANDOFF: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["from", "to", "payload"],
-    "properties": {
-        "from": {"type": "string"},
-        "to": {"type": "string"},
-        "payload": {"type": "string", "minLength": 1},
-    },
-}
-
-GRAPH: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "additionalProperties": False,
-    "required": ["rationale", "steps", "handoffs", "final_step"],
-    "properties": {
+    }
+)
+_HANDOFF = _closed({"from": {"type": "string"}, "to": {"type": "string"}, "payload": _TEXT})
+GRAPH: dict[str, Any] = _DIALECT | _closed(
+    {
         "rationale": {"type": "string", "minLength": 1, "maxLength": 2000},
         "steps": {"type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": _STEP},
         "handoffs": {"type": "array", "items": _HANDOFF},
         "final_step": {"type": "string"},
-    },
-}
-
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+    }
+)
 
 
 def _arguments(required: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -84,15 +78,8 @@ TOOLS: dict[str, dict[str, dict[str, Any]]] = {
 
 _TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1}
 
-COURSE: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "additionalProperties": False,
-    "required": [
-        "route_plan", "route_rationale", "expected_artifacts", "thinking_outline", "handoff_plan",
-        "todo_list", "difficulty", "tags", "acceptance_criteria", "metrics",
-    ],
-    "properties": {
+COURSE: dict[str, Any] = _DIALECT | _closed(
+    {
         "route_plan": {**_TEXTS, "maxItems": MAX_STEPS},
         "route_rationale": _TEXT,
         "expected_artifacts": _TEXTS,
@@ -103,8 +90,8 @@ COURSE: dict[str, Any] = {
         "tags": _TEXTS,
         "acceptance_criteria": _TEXTS,
         "metrics": {"type": "object", "minProperties": 1},
-    },
-}  # fmt: skip
+    }
+)
 
 COURSE_KEYS: tuple[str, ...] = tuple(COURSE["required"])
 

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from envserver_environments.answers import text_in
 from envserver_environments.code.scoring import References
 from envserver_environments.code.scoring import ScoringRules as CodeRules
 from envserver_environments.code.scoring import score_rollout as score_program
@@ -19,7 +20,7 @@ from envserver_tools.calculator import calculate
 
 from envserver import ConfigError, Result, Sandboxes, Score, Task
 
-from .agent import READERS
+from .agent import READERS, ModelPlan
 from .course import TOOLS, Plan, PlanError, Step, course_metrics, plan_of
 
 # The likeness of two plans is the F1 of their steps, edges and arguments, under the best map.
@@ -151,16 +152,6 @@ REPAIR_FACTOR = 0.8
 """Factor of the reward for each repair of the plan."""
 
 
-@dataclass(frozen=True)
-class ModelPlan:
-    plan: str = ""
-    repaired: int = 0
-    cut_off: bool = False
-    executed: bool = False
-    answer: str | None = None
-    program: str | None = None
-
-
 async def score_rollout(
     task: Task, result: Result, *, execute: bool, sandboxes: Sandboxes | None
 ) -> Score:
@@ -196,13 +187,13 @@ def read_plan(result: Result) -> ModelPlan:
     if isinstance(output, dict):
         repaired = output.get("repaired")
         return ModelPlan(
-            plan=_text(output.get("plan")) or "",
+            plan=text_in(output.get("plan")) or "",
             # A number of repairs; rows of before have a boolean.
             repaired=max(0, int(repaired)) if isinstance(repaired, int) else 0,
             cut_off=output.get("cut_off") is True,
             executed=output.get("executed") is True,
-            answer=_text(output.get("answer")),
-            program=_text(output.get("program")),
+            answer=text_in(output.get("answer")),
+            program=text_in(output.get("program")),
         )
     if isinstance(output, str):
         return ModelPlan(plan=output)
@@ -211,7 +202,7 @@ def read_plan(result: Result) -> ModelPlan:
 
 def last_plan(messages: list[dict[str, Any]]) -> ModelPlan:
     """Reads the plan from the last assistant message; those before it were repaired."""
-    texts = [_text(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
+    texts = [text_in(m.get("content")) or "" for m in messages if m.get("role") == "assistant"]
     return ModelPlan(plan=texts[-1], repaired=len(texts) - 1) if texts else ModelPlan()
 
 
@@ -273,7 +264,3 @@ async def _passes(task: Task, program: str | None, sandboxes: Sandboxes | None) 
 
 
 _REFERENCES = References()
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None

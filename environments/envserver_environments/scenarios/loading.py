@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from envserver_environments.swe.repositories import entry_of
 from envserver_environments.swe.trees import Entry, Tree
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -155,9 +156,7 @@ def _tree(root: Path) -> Tree:
                 f"The workspace {root} is too large.",
                 hint=f"At most {MOST_FILES} files with {MOST_BYTES >> 20} MB together.",
             )
-        runs = file.stat().st_mode & 0o100
-        inner = file.relative_to(root).as_posix()
-        tree[inner] = Entry(file.read_bytes(), "program" if runs else "file")
+        tree[file.relative_to(root).as_posix()] = entry_of(file)
     return tree
 
 

@@ -42,7 +42,7 @@ class Answer:
                 return not same(value, self.literal)
         if type(value) not in (int, float) or type(self.literal) not in (int, float):
             return False
-        return bool(_ORDERS[self.operator](value, self.literal))
+        return bool(_CHECKS[self.operator](value, self.literal))
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,7 @@ def _typed(item: Any) -> str:
         return f"{type(item).__name__} {hash(item)}"
 
 
-_ORDERS: dict[str, Callable[[Any, Any], Any]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
-_OPERATORS: dict[type[ast.cmpop], str] = {
+OPERATORS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
     ast.In: "in", ast.Is: "is", ast.IsNot: "is not",
 }  # fmt: skip
@@ -130,7 +124,7 @@ def _answer(test: ast.expr) -> tuple[ast.expr, Answer]:
         return test.operand, Answer("is", False)
     if not isinstance(test, ast.Compare):
         return test, Answer("is", True)
-    symbol = _OPERATORS.get(type(test.ops[0]))
+    symbol = OPERATORS.get(type(test.ops[0]))
     if len(test.ops) != 1 or symbol is None:
         raise NotHoistable(f"the comparison in line {test.lineno} is of no known kind")
     try:

@@ -196,7 +196,7 @@ def read_row(
     elif mirror is None:
         raise InputError("There is no mirror with its repository (--env.mirror).")
     else:
-        make = {"own": _local, "bench": _bench, "smith": _smith, "r2e": _r2e}[layout]
+        make = {"own": _local, "r2e": _r2e}.get(layout, _mirrored)
         task = make(row, task_id, mirror)
     task.public["problem"] = str(row["problem_statement"]).strip()
     task.hidden["plugins"] = list(plugins)
@@ -224,23 +224,26 @@ def _layout(row: Row) -> Layout:
 def _from_image(row: Row, layout: Layout, task_id: str, image: str, tree: Tree) -> Task:
     if len(tree) * 2 > SPEC.limits.inodes // 2:
         raise InputError("Its repository has too many files.")
-    public = {"image": image}
     if layout == "r2e":
         raise InputError("Images of R2E-Gym hold their Python in the repository: use a mirror.")
-    make = _smith_task if layout == "smith" else _bench_task
-    task = make(row, task_id, tree, public)
+    make = _smith if layout == "smith" else _bench
+    task = make(row, task_id, tree, {"image": image})
     task.hidden["python"] = python_of(row)
     return task
 
 
-def _bench(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    repository = _repository(mirror, str(row["repo"]))
-    commit = _commit(repository, str(row["base_commit"]))
+def _mirrored(row: Row, task_id: str, mirror: Path) -> Task:
+    name, commit, make = str(row["repo"]), row.get("base_commit"), _bench
+    if _layout(row) == "smith":
+        name, own = _SMITH_REPOSITORY.findall(name)[0]
+        commit, make = commit or own, _smith
+    repository = _repository(mirror, name)
+    commit = _commit(repository, str(commit))
     public = {"mirror": str(repository), "commit": commit}
-    return _bench_task(row, task_id, _tree(repository, commit), public)
+    return make(row, task_id, _tree(repository, commit), public)
 
 
-def _bench_task(row: dict[str, Any], task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
+def _bench(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
@@ -269,25 +272,17 @@ def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
     return Task(task_id, {"archive": archive}, hidden)
 
 
-def _smith(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
-    name, wanted = _SMITH_REPOSITORY.findall(str(row["repo"]))[0]
-    repository = _repository(mirror, name)
-    commit = _commit(repository, str(row.get("base_commit") or wanted))
-    public = {"mirror": str(repository), "commit": commit}
-    return _smith_task(row, task_id, _tree(repository, commit), public)
-
-
-def _smith_task(row: dict[str, Any], task_id: str, clean: Tree, public: dict[str, Any]) -> Task:
+def _smith(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
     bug = str(row["patch"])
-    broken = _applied(clean, bug, "patch")
-    fail, keep = _ids(row, "FAIL_TO_PASS", clean), _ids(row, "PASS_TO_PASS", clean)
+    broken = _applied(tree, bug, "patch")
+    fail, keep = _ids(row, "FAIL_TO_PASS", tree), _ids(row, "PASS_TO_PASS", tree)
     # The tests that show the bug are taken away from the agent, and come back for grading.
     shown = sorted({name.split("::")[0] for name in fail})
     hidden = {
-        "tests": _texts({path: clean[path] for path in shown}),
+        "tests": _texts({path: tree[path] for path in shown}),
         "fail_to_pass": fail,
         "pass_to_pass": keep,
-        "patch": make_patch(broken, clean),
+        "patch": make_patch(broken, tree),
     }
     return Task(task_id, {**public, "bug": bug, "removed": shown}, hidden)
 

@@ -107,17 +107,19 @@ def folder_tree(path: str) -> Tree:
                 continue
             if not file.is_file():
                 continue
-            data = file.read_bytes()
-            program = bool(file.stat().st_mode & 0o100)
+            tree[name] = entry_of(file)
         except OSError as error:
             raise InputError(f"{file} cannot be read: {error.strerror}.") from error
-        size += len(data)
+        size += len(tree[name].data)
         if size > _LARGEST_FOLDER_BYTES:
             raise InputError(f"{path} holds more than {_LARGEST_FOLDER_BYTES >> 20} MB.")
-        tree[name] = Entry(data, "program" if program else "file")
     if not tree:
         raise InputError(f"There is no file in {path}.")
     return tree
+
+
+def entry_of(file: Path) -> Entry:
+    return Entry(file.read_bytes(), "program" if file.stat().st_mode & 0o100 else "file")
 
 
 def _names_in(root: Path) -> list[str]:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .hoisting import VeiledAnswer, same
+from .hoisting import OPERATORS, VeiledAnswer, same
 
 _MAX_LITERAL = 10_000
 """Characters of an answer; a longer one stays in the test."""
@@ -147,10 +147,6 @@ def veil(source: str, seen: str, ids: list[str], first: int = 0) -> VeiledTests:
     return _Veil(source, seen, ids, first).veiled(module)
 
 
-_COMPARED: dict[type[ast.cmpop], str] = {
-    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
-    ast.In: "in", ast.Is: "is", ast.IsNot: "is not",
-}  # fmt: skip
 _METHODS = {
     "assertEqual": "==", "assertEquals": "==", "assertNotEqual": "!=", "assertIs": "is",
     "assertIsNot": "is not", "assertIn": "in", "assertGreater": ">", "assertGreaterEqual": ">=",
@@ -185,7 +181,7 @@ class _Column:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Replacement:
     """The text that replaces a check, and the numbers of its answers (`by_row`: of each row)."""
 
     text: str
@@ -273,8 +269,8 @@ class _Veil:
 
     def _replace(
         self, node: ast.stmt, checks: list[_Check], uses: _Uses, columns: dict[str, _Column]
-    ) -> list[_Told]:
-        found = [self._told(check, uses, columns) for check in checks]
+    ) -> list[_Replacement]:
+        found = [self._replacement(check, uses, columns) for check in checks]
         if any(found):
             texts = [
                 one.text if one else f"assert ({self._source(check.whole)})"
@@ -283,7 +279,9 @@ class _Veil:
             self._edit(node, "; ".join(texts))
         return [one for one in found if one]
 
-    def _told(self, check: _Check, uses: _Uses, columns: dict[str, _Column]) -> _Told | None:
+    def _replacement(
+        self, check: _Check, uses: _Uses, columns: dict[str, _Column]
+    ) -> _Replacement | None:
         """Returns what takes the place of a check; None: it stays."""
         left, symbol, right = check.left, check.operator, check.right
         if not symbol:
@@ -299,14 +297,14 @@ class _Veil:
                 return None
             numbers = self._numbered([None])
             other = self._source(right)
-            return _Told(f"assert {self._seen}({numbers[0]}, ({value}), ({other}))", numbers)
+            return _Replacement(f"assert {self._seen}({numbers[0]}, ({value}), ({other}))", numbers)
         literals = [literal(cell) for cell in column.cells] if column else [uses.answer(right)]
         if symbol in _IDENTITY and not all(one is None or type(one) is bool for one in literals):
             return None
         numbers = self._numbered([VeiledAnswer(symbol, one) for one in literals])
         place = f" + ({self._source(right)})" if column else ""
         by_row = column is not None and column.by_row
-        return _Told(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
+        return _Replacement(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
 
     def _numbered(self, answers: Sequence[VeiledAnswer | None]) -> range:
         first = self._next
@@ -462,6 +460,6 @@ def _checks(node: ast.stmt) -> list[_Check]:
 
 def _check(test: ast.expr) -> _Check:
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        symbol = _COMPARED.get(type(test.ops[0]), "")
+        symbol = OPERATORS.get(type(test.ops[0]), "")
         return _Check(test, test.left, symbol, test.comparators[0])
     return _Check(test, test, "", test)

@@ -226,11 +226,16 @@ def evaluate(
     if "ENV" in scope.parts:
         _look_at_env(found, domain, task, criteria, messages)
     if "ACTION" in scope.parts:
-        _look_at_actions(found, criteria, messages, strictness)
+        found.action_matches = action_matches(criteria.actions or (), messages, strictness)
+        found.components["ACTION"] = float(all(found.action_matches))
     if "COMMUNICATE" in scope.parts:
-        _look_at_communicate(found, criteria, messages, strictness)
+        expected = criteria.communicate_info or []
+        given = information_given(expected, messages, strictness)
+        found.communicate = list(zip(expected, given, strict=True))
+        found.components["COMMUNICATE"] = float(all(given))
     if "NL_ASSERTION" in scope.parts:
-        _look_at_nl(found, criteria, nl_verdicts)
+        found.nl = _given_verdicts(criteria, nl_verdicts)
+        found.components["NL_ASSERTION"] = float(all(found.nl))
     counting = set(scope.counting)
     if strictness is Strictness.STRICT:
         counting |= _strict_components(found, domain, task, criteria, messages, counting)
@@ -324,23 +329,7 @@ def _holds(world: World, assertion: Assertion) -> bool:
     return outcome == assertion.assert_value
 
 
-def _look_at_actions(
-    found: Evaluation, criteria: Criteria, messages: Sequence[TauMessage], strictness: Strictness
-) -> None:
-    found.action_matches = action_matches(criteria.actions or (), messages, strictness)
-    found.components["ACTION"] = float(all(found.action_matches))
-
-
-def _look_at_communicate(
-    found: Evaluation, criteria: Criteria, messages: Sequence[TauMessage], strictness: Strictness
-) -> None:
-    expected = criteria.communicate_info or []
-    given = information_given(expected, messages, strictness)
-    found.communicate = list(zip(expected, given, strict=True))
-    found.components["COMMUNICATE"] = float(all(given))
-
-
-def _look_at_nl(found: Evaluation, criteria: Criteria, verdicts: Sequence[bool] | None) -> None:
+def _given_verdicts(criteria: Criteria, verdicts: Sequence[bool] | None) -> list[bool]:
     assertions = criteria.nl_assertions or []
     given = list(verdicts or ())
     if len(given) != len(assertions):
@@ -348,8 +337,7 @@ def _look_at_nl(found: Evaluation, criteria: Criteria, verdicts: Sequence[bool] 
             f"The task has {len(assertions)} assertions for a judge, and there are "
             f"{len(given)} verdicts."
         )
-    found.nl = given
-    found.components["NL_ASSERTION"] = float(all(given))
+    return given
 
 
 def _strict_components(
@@ -402,15 +390,11 @@ def unconfirmed_writes(
 ) -> list[Mapping[str, Any]]:
     return [
         call
-        for place, call in _assistant_calls(messages)
+        for place, message in enumerate(messages)
+        if message["role"] == "assistant"
+        for call in message.get("tool_calls") or ()
         if mutates(call["name"]) and not _is_confirmed(call, messages[:place])
     ]
-
-
-def _assistant_calls(messages: Sequence[TauMessage]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            yield from ((place, call) for call in message.get("tool_calls") or ())
 
 
 def _is_confirmed(call: Mapping[str, Any], before: Sequence[TauMessage]) -> bool:

@@ -24,7 +24,7 @@ from .domains.loading import tau2_domain
 from .domains.world import Domain
 from .episodes import GREETING, Episode, EpisodeRules
 from .evaluation import Evaluation, EvaluationError, EvaluationType, evaluate, expected_world
-from .tasks import TauMessage, TauTask, message_of_row, read_task
+from .tasks import TauMessage, TauTask, message_of_row, read_task, same_digest
 
 
 class RecordedTask(BaseModel):
@@ -109,12 +109,9 @@ def _is_same(message: TauMessage, recorded: TauMessage) -> bool:
 
 
 def _check_result(place: str, recorded: Mapping[str, Any], result: TauMessage) -> None:
-    content = recorded.get("content")
-    if content is None and "content_sha256" in recorded:
-        digest = hashlib.sha256(result["content"].encode()).hexdigest()
-        same = recorded["content_sha256"] == digest
-    else:
-        same = content is None or content == result["content"]
+    same = same_digest(result["content"], recorded)
+    if same is None:
+        same = recorded.get("content") in (None, result["content"])
     if not same:
         raise InputError(f"{place}: the call returns {result['content'][:300]!r}.")
 

@@ -213,12 +213,17 @@ def calls_with_results(
 
 
 def _same_result(result: CallResult, recorded: TauMessage) -> bool:
-    """Is it the recorded one? Where only a digest of that was kept, the digest decides."""
-    content = recorded.get("content")
-    if content is None and "content_sha256" in recorded:
-        digest = hashlib.sha256(result.content.encode()).hexdigest()
-        return digest == str(recorded["content_sha256"])
-    return bool(_parsed_result(result.content) == _parsed_result(content))
+    same = same_digest(result.content, recorded)
+    if same is None:
+        same = bool(_parsed_result(result.content) == _parsed_result(recorded.get("content")))
+    return same
+
+
+def same_digest(content: str, recorded: Mapping[str, Any]) -> bool | None:
+    """Is it the recorded one, of which only a digest was kept? None: all of it was."""
+    if recorded.get("content") is not None or "content_sha256" not in recorded:
+        return None
+    return hashlib.sha256(content.encode()).hexdigest() == str(recorded["content_sha256"])
 
 
 def _parsed_result(content: Any) -> Any:

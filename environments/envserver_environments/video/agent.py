@@ -48,6 +48,12 @@ _RANGE = {
     "t0": {"type": "number", "minimum": 0, "description": "From this second on; default 0."},
     "t1": {"type": "number", "minimum": 0, "description": "To this second; default the end."},
 }
+
+
+def _number(most: int, description: str) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 1, "maximum": most, "description": description}
+
+
 _NOTHING: dict[Modality, str] = {
     "captions": "Of this video there are no captions.",
     "transcript": "Of this video there is no transcript.",
@@ -76,12 +82,9 @@ def video_tools(context: VideoContext) -> dict[str, Tool]:
                 "Shows captions of a part of the video, in the order of time.",
                 {
                     **_RANGE,
-                    "max_items": {
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": MAX_ITEMS,
-                        "description": f"The most captions to show; default {MAX_ITEMS}.",
-                    },
+                    "max_items": _number(
+                        MAX_ITEMS, f"The most captions to show; default {MAX_ITEMS}."
+                    ),
                 },
             ),
             ranged("captions"),
@@ -92,12 +95,7 @@ def video_tools(context: VideoContext) -> dict[str, Tool]:
                 "Finds the captions that share words with a query, best first.",
                 {
                     "query": {"type": "string", "minLength": 1, "maxLength": 300},
-                    "top_k": {
-                        "type": "integer",
-                        "minimum": 1,
-                        "maximum": MAX_HITS,
-                        "description": f"How many; default {DEFAULT_HITS}.",
-                    },
+                    "top_k": _number(MAX_HITS, f"How many; default {DEFAULT_HITS}."),
                 },
                 ["query"],
             ),

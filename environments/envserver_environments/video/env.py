@@ -65,7 +65,7 @@ from .data_sets import (
 from .frames.store import FrameLimits, FrameStore, require_av
 from .known import demonstrate, known_answers
 from .scoring import score_rollout
-from .teams import FRAMES, ORGANIZER, Frames, Mode, TeamOptions, solve
+from .teams import FRAMES, ORGANIZER, Frames, Mode, solve
 
 _HOW_TO_GIVE = (
     "Captions: --env.captions_path FOLDER with NAME.txt, .srt, .vtt or .json for each video, or"
@@ -177,31 +177,19 @@ class Video(DataEnvironment):
         source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
         rows = (one for whole in source for one in whole.parts(single_rows))
 
-        def read_parts(row: Row, first: FirstOption) -> None:
-            for part in single_rows(row):
-                read_item(part, answers, config.columns, first)
+        def read(row: Row, first: FirstOption) -> VideoQuestion:
+            return read_item(row, answers, config.columns, first)
 
-        first = first_option(config.first_option, config.data_path, split, read_parts)
+        first = first_option(config.first_option, config.data_path, split, read, single_rows)
 
         def task(row: Row, one: NumberedRow) -> Task:
-            item = read_item(row, answers, config.columns, first)
-            return self._task(one.task_id(config.data_set), item, videos, files)
+            return self._task(one.task_id(config.data_set), read(row, first), videos, files)
 
-        read = made(rows, task)
         name = config.data_path.name if config.data_path else config.data_set
-        return self.rows.usable(name, read, hint=_HOW_TO_GIVE)
+        return self.rows.usable(name, made(rows, task), hint=_HOW_TO_GIVE)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
-        config = self.config
-        rules = TeamOptions(
-            mode=config.mode,
-            protocol=config.protocol,
-            blind=config.blind,
-            max_rounds=config.max_rounds,
-            organizer_schema=config.organizer_schema,
-            frames=config.frames,
-        )
-        return await solve(task, run, rules)
+        return await solve(task, run, self.config)
 
     def score(self, task: Task, result: Result) -> Score:
         return score_rollout(task, result, self.config.evidence_bonus)

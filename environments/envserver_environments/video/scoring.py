@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from envserver_environments.answers import choice_index, last_boxed, option_index
+from envserver_environments.answers import choice_index, last_boxed, option_index, text_in
 from envserver_environments.mhqa.metrics import answer_measure, normalize_answer
 from envserver_environments.mhqa.scoring import extract_answer, is_short, why_refused
 from envserver_tools.calling import visible_text
@@ -85,10 +85,7 @@ def read_answer(output: Any) -> AgentAnswer:
         return AgentAnswer(text=output)
     if not isinstance(output, dict):
         return AgentAnswer()
-    answer, text = output.get("answer"), output.get("text")
-    return AgentAnswer(
-        answer if isinstance(answer, str) else None, text if isinstance(text, str) else ""
-    )
+    return AgentAnswer(text_in(output.get("answer")), text_in(output.get("text")) or "")
 
 
 def words_score(answer: str, golds: list[str]) -> float:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from envserver_records.waiting import cancel_and_wait
 from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
@@ -28,13 +27,15 @@ from .agent import (
     AgentAnswer,
     Finished,
     FrameViewer,
-    Protocol,
     finish_tool,
     video_tools,
 )
 from .context import VideoContext
 from .prompts import about, question, reports, system_prompt
 from .scoring import final_answer, same_answer
+
+if TYPE_CHECKING:
+    from .env import Video
 
 Mode = Literal["single", "report", "star"]
 Frames = Literal["off", "all", "tool"]
@@ -55,28 +56,16 @@ _BEGINNING = 300
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TeamOptions:
-    """Options of the agents."""
-
-    mode: Mode = "single"
-    protocol: Protocol = "tools"
-    blind: bool = False
-    max_rounds: int = 8  # messages of a star's organizer
-    organizer_schema: bool = False
-    frames: Frames = "off"  # all with the question, or by a tool
-
-
-async def solve(task: PublicTask, run: Rollout, rules: TeamOptions) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, config: Video.Config) -> dict[str, Any]:
     public = task.public
     experts: dict[str, AgentAnswer] = {}
-    if rules.blind:
+    if config.blind:
         answer = await _blind(public, run)
     else:
         context = VideoContext.of_json(public["context"] or {})
         texts = (line.text for name in context.modalities for line in context.lines(name))
         run.log_action("load_context", {"path": public["video"]}, " ".join(texts)[:_BEGINNING])
-        team = _Team(run, rules, public, context)
+        team = _Team(run, config, public, context)
         answer, experts = await team.solve()
     answers = {name: expert.words for name, expert in experts.items()}
     final = final_answer(answer, public["options"])
@@ -96,18 +85,18 @@ async def _blind(public: dict[str, Any], run: Rollout) -> AgentAnswer:
 
 class _Team:
     def __init__(
-        self, run: Rollout, rules: TeamOptions, public: dict[str, Any], context: VideoContext
+        self, run: Rollout, config: Video.Config, public: dict[str, Any], context: VideoContext
     ) -> None:
         self._run = run
-        self._rules = rules
+        self._config = config
         self._options: list[str] = public["options"]
         self._question = question(public)
         self._context = context
         self._tools = video_tools(context)
-        self._frames: Frames = rules.frames if public.get("file") else "off"
+        self._frames: Frames = config.frames if public.get("file") else "off"
 
     async def solve(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
-        match self._rules.mode:
+        match self._config.mode:
             case "single":
                 return await self._single(), {}
             case "report":
@@ -145,7 +134,7 @@ class _Team:
             {"role": "user", "content": f"{self._question}\n\n{reports(expert_reports)}"},
         ]
         how: dict[str, Any] = {}
-        if self._rules.organizer_schema:
+        if self._config.organizer_schema:
             how["response_format"] = _schema(self._options)
         reply = await self._run.chat(messages, agent=ORGANIZER, **how)
         self._run.log_action("organize", {"reports": dict(expert_reports)}, reply.content)
@@ -153,15 +142,15 @@ class _Team:
 
     async def _star(self) -> tuple[AgentAnswer, dict[str, AgentAnswer]]:
         experts = await self._experts()
-        star = _Star(self._run, self._question, experts, self._rules.max_rounds)
+        star = _Star(self._run, self._question, experts, self._config.max_rounds)
         organizer = Agent(
             self._run,
             ORGANIZER,
             system=self._organizer_prompt("organizer_star"),
             tools=toolbox(star.route()),
-            protocol=self._rules.protocol,
+            protocol=self._config.protocol,
             ending="ending_route",
-            max_turns=self._rules.max_rounds,
+            max_turns=self._config.max_rounds,
         )
         known = [] if self._frames_only else [about(self._context)]
         return await organizer.ask("\n\n".join([self._question, *known])), star.answers
@@ -203,14 +192,14 @@ class _Team:
         more: Mapping[str, Tool] = {},
     ) -> Agent:
         tools = {tool: self._tools[tool] for tool in names} | dict(more)
-        if self._rules.protocol == "tools":
+        if self._config.protocol == "tools":
             tools |= toolbox(finish_tool())
         return Agent(
             self._run,
             name,
             system=system,
             tools=tools,
-            protocol=self._rules.protocol,
+            protocol=self._config.protocol,
             frames=frames,
         )
 

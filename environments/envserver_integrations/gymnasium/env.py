@@ -70,11 +70,11 @@ def as_text(observation: Any) -> str:
     """Returns text as it is, and everything else as JSON."""
     if isinstance(observation, str):
         return observation
-    return json.dumps(observation, default=_jsonable, ensure_ascii=False)
 
+    def jsonable(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else str(value)
 
-def _jsonable(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return json.dumps(observation, default=jsonable, ensure_ascii=False)
 
 
 def described(space: Any, names: Sequence[str]) -> str:

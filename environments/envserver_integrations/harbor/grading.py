@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from envserver_environments.swe.repositories import entry_of
 from envserver_environments.swe.trees import Entry, Tree, tar_of, tree_of_tar
 from msgspec import structs
 
@@ -171,7 +172,7 @@ def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
             keep_name = path.is_file() or source in (".", "./")
             at = below / path.name if into and keep_name else below
             files = {"": path} if path.is_file() else {}
-            named = _files(path) if path.is_dir() else {"": _entry(files[""])}
+            named = _files(path) if path.is_dir() else {"": entry_of(files[""])}
             tree.update({str(at / name): entry for name, entry in named.items()})
     return ""
 
@@ -187,11 +188,7 @@ def _files(folder: Path) -> Tree:
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     if sum(path.stat().st_size for path in paths) > MOST_BYTES:
         raise InputError(f"{folder} is larger than {MOST_BYTES >> 20} MB.")
-    return {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
-
-
-def _entry(path: Path) -> Entry:
-    return Entry(path.read_bytes(), "program" if path.stat().st_mode & 0o100 else "file")
+    return {path.relative_to(folder).as_posix(): entry_of(path) for path in paths}
 
 
 def _table(facts: dict[str, Any], name: str) -> dict[str, Any]:

@@ -261,13 +261,17 @@ async def run_sample(
     setup = [*([] if scored else [_withholds(withheld)]), *_solvers(task.setup)]
     share = _SCORED_HERE_SHARE if scored else _SOLVING_SHARE
     left = max(1, int(run.seconds_left * share))
+    before = sample.metadata or {}
+    if scored:  # a solver that scores calls these, too; the last call is the one after it
+        own = named_scorers(task).items()
+        recorders = [_recorder(name, one, before, outcome, grader) for name, one in own]
+    else:
+        recorders = [_state_recorder(before, outcome, withheld)]
     arranged = task_with(
         copy.copy(task),
         dataset=MemoryDataset([sample], name=task.dataset.name),
         setup=setup,
-        scorer=_recorders(task, sample.metadata or {}, outcome, grader)
-        if scored
-        else [_state_recorder(sample.metadata or {}, outcome, withheld)],
+        scorer=recorders,
         metrics=None,
         model=None,
         sandbox=None,
@@ -363,16 +367,6 @@ def _needs_target() -> ConfigError:
         "This task's solver reads the target of its sample, or scores by itself.",
         hint="--env.scoring rollout gives the target to the worker.",
     )
-
-
-def _recorders(
-    task: Task, before: Mapping[str, Any], outcome: Outcome, grader: Model | None
-) -> list[Scorer]:
-    """Record the state and what the task's own scorers give. A solver that scores calls them, too;
-    the last call is the one after it."""
-    return [
-        _recorder(name, own, before, outcome, grader) for name, own in named_scorers(task).items()
-    ]
 
 
 def _state_recorder(before: Mapping[str, Any], outcome: Outcome, withheld: _Withheld) -> Scorer:

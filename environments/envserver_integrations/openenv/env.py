@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -109,12 +109,7 @@ class OpenEnv(Environment):
             yield Task(f"seed-{seed}", {"reset": {**given, "seed": seed}})
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
-        return self._services()
-
-    @asynccontextmanager
-    async def _services(self) -> AsyncIterator[Mapping[str, Service]]:
-        async with connected(type(self).address, self.config) as services:
-            yield services
+        return connected(type(self).address, self.config)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         player = Player(self.config, run)

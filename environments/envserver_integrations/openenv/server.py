@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -31,12 +31,11 @@ class Full(Exception):
     """The server has as many sessions as it may."""
 
 
-class Timeouts:
-    """Seconds: to connect, and for each answer."""
+class Timeouts(NamedTuple):
+    """In seconds."""
 
-    def __init__(self, connect: float, answer: float) -> None:
-        self.connect = connect
-        self.answer = answer
+    connect: float
+    answer: float
 
 
 class StepResult:
@@ -312,10 +311,9 @@ class _Server:
             await asyncio.sleep(_AGAIN_SECONDS * (0.5 + random.random()))  # not all at once
 
 
-class _Play:
-    def __init__(self, session: Session, first: dict[str, Any]) -> None:
-        self.session = session
-        self.first = first
+class _Play(NamedTuple):
+    session: Session
+    first: dict[str, Any]
 
 
 async def _play(session: Session, first: StepResult, schema: dict[str, Any]) -> _Play:

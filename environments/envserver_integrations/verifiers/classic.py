@@ -56,6 +56,11 @@ _LEFT_OUT = frozenset(
     {"input", "task", "client", "prompt", "completion", "trajectory", "timing", "error"}
     | {"tool_defs", "usage", "usage_tracker", "reward", "metrics", "advantage"}
 )
+_TURN = {
+    **dict.fromkeys(("response", "tokens", "reward", "advantage")),
+    "is_truncated": False,
+    "trajectory_id": "",
+}
 
 
 def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,13 +92,11 @@ def from_json(row: Mapping[str, Any], kept: Mapping[str, Any]) -> State:
     conversation = [*state["prompt"], *normalize_messages(kept["completion"])]
     state["completion"] = conversation[len(state["prompt"]) :]
     state["trajectory"] = [
-        {
+        _TURN
+        | {
             "prompt": conversation[: turn["messages"]],
             "completion": normalize_messages(turn["completion"]),
-            "response": None,
-            "tokens": None,
             "reward": turn["reward"],
-            "advantage": None,
             "is_truncated": turn["is_truncated"],
             "trajectory_id": kept["others"].get("trajectory_id", ""),
             "extras": turn["extras"],
@@ -116,9 +119,7 @@ def from_messages(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> Sta
     state["is_truncated"] = True
     turns = [each for each in state["completion"] if each.role == "assistant"]
     state["trajectory"] = [
-        {"prompt": [], "completion": [turn], "response": None, "tokens": None, "reward": None}
-        | {"advantage": None, "is_truncated": False, "trajectory_id": "", "extras": {}}
-        for turn in turns
+        _TURN | {"prompt": [], "completion": [turn], "extras": {}} for turn in turns
     ]
     return state
 

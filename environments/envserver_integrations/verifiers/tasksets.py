@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -196,25 +196,12 @@ def _refuse_program(name: str, role: str, default: Any) -> None:
 
 def trained_roles(env: Any) -> dict[str, bool]:
     seats = Agents(env.config, lambda name, spec: SimpleNamespace(trainable=True, config=spec))
-    _in_a_thread(lambda: asyncio.run(env.setup(seats)))
-    return {role: bool(getattr(seats, role).trainable) for role in roles_of(type(env.config))}
-
-
-def _in_a_thread(function: Callable[[], None]) -> None:
-    """Runs a function where no event loop runs yet; raises what it raises."""
-    raised: list[BaseException] = []
-
-    def call() -> None:
+    with ThreadPoolExecutor(1) as thread:  # here an event loop may run
         try:
-            function()
-        except Exception as error:  # noqa: BLE001 - raised below
-            raised.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if raised:
-        raise ConfigError(f"Its setup failed: {raised[0]}") from raised[0]
+            thread.submit(lambda: asyncio.run(env.setup(seats))).result()
+        except Exception as error:
+            raise ConfigError(f"Its setup failed: {error}") from error
+    return {role: bool(getattr(seats, role).trainable) for role in roles_of(type(env.config))}
 
 
 def scores_apart(env: Any) -> bool:

@@ -18,6 +18,7 @@ from envserver_tools.calling import (
     ToolError,
     ToolResult,
     call_tool,
+    function_tool,
     run_tool_call,
     toolbox,
     visible_text,
@@ -105,35 +106,19 @@ def call_data(call: dict[str, Any]) -> dict[str, Any]:
 PYTHON = "python"
 _ERROR_CHARACTERS = 3500
 
-_FINAL_ANSWER: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": ANSWER,
-        "description": "Gives the final answer and ends the task. Call it alone.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": ["string", "number", "array"]}},
-            "required": ["answer"],
-            "additionalProperties": False,
-        },
-    },
-}
-_PYTHON: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": PYTHON,
-        "description": (
-            "Executes Python code and gives what it printed, the value of its last expression, or "
-            "its error. Variables and files stay for the next call."
-        ),
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string"}},
-            "required": ["code"],
-            "additionalProperties": False,
-        },
-    },
-}
+_FINAL_ANSWER = function_tool(
+    ANSWER,
+    "Gives the final answer and ends the task. Call it alone.",
+    {"answer": {"type": ["string", "number", "array"]}},
+    ["answer"],
+)
+_PYTHON = function_tool(
+    PYTHON,
+    "Executes Python code and gives what it printed, the value of its last expression, or "
+    "its error. Variables and files stay for the next call.",
+    {"code": {"type": "string"}},
+    ["code"],
+)
 
 final_answer = Tool(_FINAL_ANSWER, lambda answer: answer_text(answer))
 

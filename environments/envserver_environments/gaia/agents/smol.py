@@ -352,7 +352,6 @@ class SmolRun(AgentRun):
         return None, "max_steps"
 
     def _data(self, step: ActionStep) -> dict[str, Any]:
-        usage = step.token_usage
         message = step.model_output_message
         agent = self._agent
         if isinstance(agent, CodeAgent):
@@ -368,9 +367,8 @@ class SmolRun(AgentRun):
             action=action,
             observation=step.observations or "",
             error=self._error(step),
-            tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
-            seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
             final=step.is_final_answer,
+            **_spent(step),
         )
 
     def _error(self, step: ActionStep) -> tuple[str, str] | None:
@@ -405,13 +403,12 @@ _QUIET = _Silent(LogLevel.OFF)
 
 
 def _plan_data(step: PlanningStep) -> dict[str, Any]:
+    return step_data(0, thought=step.plan, action=None, observation="", error=None, **_spent(step))
+
+
+def _spent(step: ActionStep | PlanningStep) -> dict[str, Any]:
     usage = step.token_usage
-    return step_data(
-        0,
-        thought=step.plan,
-        action=None,
-        observation="",
-        error=None,
-        tokens=(usage.input_tokens, usage.output_tokens) if usage else (0, 0),
-        seconds=(step.timing.end_time or time.time()) - step.timing.start_time,
-    )
+    return {
+        "tokens": (usage.input_tokens, usage.output_tokens) if usage else (0, 0),
+        "seconds": (step.timing.end_time or time.time()) - step.timing.start_time,
+    }

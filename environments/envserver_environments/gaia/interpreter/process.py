@@ -83,22 +83,18 @@ class Interpreter:
         self._step += 1
         process = self._started()
         if process is None:
-            return _died("The interpreter is closed.", "")
+            return _failed("died", "The interpreter is closed.", "")
         watched = _Watched(process, self.tools, self._characters)
         seconds = min(self.step_seconds, self._stop_at - time.time())
         try:
             ended = watched.step({"code": code, "step": self._step}, max(seconds, 0.0))
         except _Stopped:
             self._end()
-            return Outcome(
-                printed=watched.printed,
-                trouble="timeout",
-                kind="timeout",
-                error=f"The code was stopped after {seconds:.0f} seconds. {_LOST}",
-            )
+            error = f"The code was stopped after {seconds:.0f} seconds. {_LOST}"
+            return _failed("timeout", error, watched.printed)
         except frames.BrokenFrame:
             how = self._end()
-            return _died(f"The Python process {how}. {_LOST}", watched.printed)
+            return _failed("died", f"The Python process {how}. {_LOST}", watched.printed)
         return self._outcome(ended, watched, seconds)
 
     def close(self) -> None:
@@ -133,19 +129,11 @@ class Interpreter:
         error = ended.get("error")
         answer = ended.get("answer")
         if watched.interrupted and answer is None:
-            return Outcome(
-                printed=watched.printed,
-                trouble="timeout",
-                kind="timeout",
-                error=f"The code was stopped after {seconds:.0f} seconds. Variables are kept.",
-            )
+            text = f"The code was stopped after {seconds:.0f} seconds. Variables are kept."
+            return _failed("timeout", text, watched.printed)
         if isinstance(error, dict) and answer is None:
-            return Outcome(
-                printed=watched.printed,
-                trouble="exception",
-                kind=str(error.get("kind")),
-                error=shortened(str(error.get("text")), self._characters),
-            )
+            text = shortened(str(error.get("text")), self._characters)
+            return _failed("exception", text, watched.printed, str(error.get("kind")))
         value = ended.get("value")
         return Outcome(
             printed=watched.printed,
@@ -175,8 +163,8 @@ def observation(outcome: Outcome, characters: int) -> str:
     return shortened(text, characters) or "(nothing was printed)"
 
 
-def _died(error: str, printed: str) -> Outcome:
-    return Outcome(printed=printed, trouble="died", kind="died", error=error)
+def _failed(trouble: Trouble, error: str, printed: str, kind: str = "") -> Outcome:
+    return Outcome(printed=printed, trouble=trouble, error=error, kind=kind or trouble)
 
 
 class _Stopped(Exception):

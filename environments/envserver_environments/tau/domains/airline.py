@@ -558,12 +558,8 @@ def _check_payments(user: Record, payments: Sequence[Payment], total_price: int)
 
 def _kept(reservation: Record, leg: Any, cabin: str) -> Record | None:
     """The part of the reservation that is the flight `leg`, if the cabin stays."""
-    for part in reservation["flights"]:
-        if (
-            part["flight_number"] == leg.flight_number
-            and part["date"] == leg.date
-            and cabin == reservation["cabin"]
-        ):
+    for part in reservation["flights"] if cabin == reservation["cabin"] else ():
+        if part["flight_number"] == leg.flight_number and part["date"] == leg.date:
             return dict(part)
     return None
 

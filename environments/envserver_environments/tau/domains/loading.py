@@ -28,10 +28,6 @@ from .world import Domain, DomainKind, Side
 _INSIDE = ("", "domains", "data/tau2/domains", "tau2/data/domains")
 
 
-def load_domain(kind: DomainKind, folder: Path, *, with_tasks: bool = True) -> Domain:
-    return _load(kind, folder.resolve(), with_tasks)
-
-
 def data_folder(name: str, data: Path | None) -> Path:
     """Looks in `data`; unset: in the package inspect_evals."""
     root = data or _package_data()
@@ -52,7 +48,7 @@ def data_folder(name: str, data: Path | None) -> Path:
 
 
 @cache
-def _load(kind: DomainKind, folder: Path, with_tasks: bool) -> Domain:
+def load_domain(kind: DomainKind, folder: Path, with_tasks: bool) -> Domain:
     tasks = (_read_data(folder, "tasks", required=False) or []) if with_tasks else []
     splits = (_read_data(folder, "split_tasks", required=False) or {}) if with_tasks else {}
     by_id = _by_id(folder, tasks)
@@ -162,13 +158,13 @@ have built in holds here too: an airline's day (2024-05-15), its airports, 50 do
 Prices are multiples of a quarter dollar, so that sums are exact in any order. Each task has a
 `user_script` for a customer without a model (see `speaking`)."""
 
-SHIPPED = Path(__file__).parents[1] / "data"
+SHIPPED = Path(__file__).resolve().parents[1] / "data"
 
 
 def find_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Domain:
     """Conversations do not need tasks and splits."""
     if name in OWN:
-        return load_domain(OWN[name], SHIPPED / name, with_tasks=with_tasks)
+        return load_domain(OWN[name], SHIPPED / name, with_tasks)
     return tau2_domain(name, data, with_tasks=with_tasks)
 
 
@@ -178,4 +174,4 @@ def tau2_domain(name: str, data: Path | None, *, with_tasks: bool = True) -> Dom
         raise InputError(f"There is no domain {name!r}.", hint=f"There are {known}.")
     kind = KINDS[name]
     folder = data_folder(kind.folder or kind.name, data)
-    return load_domain(kind, folder, with_tasks=with_tasks)
+    return load_domain(kind, folder.resolve(), with_tasks)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
 
 from ..database import Record
@@ -203,38 +204,23 @@ class PhoneSetup(Phone):
     def set_user_location(self, abroad: bool) -> None:
         self.surround(is_abroad=abroad)
 
-    def turn_airplane_mode_on(self) -> None:
-        self.switch_airplane_mode(True)
-
-    def turn_airplane_mode_off(self) -> None:
-        self.switch_airplane_mode(False)
-
-    def turn_data_on(self) -> None:
-        self.switch_data(True)
-
-    def turn_data_off(self) -> None:
-        self.switch_data(False)
-
-    def turn_roaming_on(self) -> None:
-        self.switch_roaming(True)
-
-    def turn_roaming_off(self) -> None:
-        self.switch_roaming(False)
-
-    def turn_data_saver_mode_on(self) -> None:
-        self.change(data_saver_mode=True)
-
-    def turn_data_saver_mode_off(self) -> None:
-        self.change(data_saver_mode=False)
+    turn_airplane_mode_on = partialmethod(Phone.switch_airplane_mode, True)
+    turn_airplane_mode_off = partialmethod(Phone.switch_airplane_mode, False)
+    turn_data_on = partialmethod(Phone.switch_data, True)
+    turn_data_off = partialmethod(Phone.switch_data, False)
+    turn_roaming_on = partialmethod(Phone.switch_roaming, True)
+    turn_roaming_off = partialmethod(Phone.switch_roaming, False)
+    turn_data_saver_mode_on = partialmethod(Phone.change, data_saver_mode=True)
+    unseat_sim_card = partialmethod(Phone.seat_sim, False)
+    break_apn_mms_setting = partialmethod(Phone.change_apn, mmsc_url=None)
+    remove_app_permission = partialmethod(Phone.permit, allowed=False)
+    turn_data_saver_mode_off = partialmethod(Phone.change, data_saver_mode=False)
 
     def set_wifi_calling(self, enabled: bool, mms_over_wifi: bool | None = None) -> None:
         """Args: mms_over_wifi: do picture messages go over Wi-Fi then? Unset: as it was."""
         self.change(wifi_calling_enabled=enabled)
         if mms_over_wifi is not None:
             self.change(wifi_calling_mms_over_wifi=mms_over_wifi)
-
-    def unseat_sim_card(self) -> None:
-        self.seat_sim(False)
 
     def lock_sim_card(self, mode: str) -> None:
         self.change(sim_card_status=SIM_LOCKS[mode])
@@ -244,15 +230,9 @@ class PhoneSetup(Phone):
         self.change_apn(apn_name="broken")
         self.simulate_network_search()
 
-    def break_apn_mms_setting(self) -> None:
-        self.change_apn(mmsc_url=None)
-
     def break_vpn(self) -> None:
         """Connects the phone to a VPN whose server is slow."""
         self.join_vpn(HOME_VPN.model_copy(update={"server_performance": "poor"}))
-
-    def remove_app_permission(self, app_name: str, permission: str) -> None:
-        self.permit(app_name, permission, False)
 
     def assert_service_status(self, expected_status: str) -> bool:
         return bool(self.device["network_connection_status"] == expected_status)
@@ -282,7 +262,7 @@ _SIGNALS = {
     "good": "📶³ Good",
     "excellent": "📶⁴ Excellent",
 }
-_SIM = {
+SIM_CARDS = {
     "active": "Your SIM card is active and working.",
     "missing": "No SIM card was found in the phone.",
     "locked_pin": "The SIM card is locked and asks for its PIN code.",
@@ -324,10 +304,6 @@ def network_status(device: Record) -> str:
     if device["wifi_connected"]:
         lines["Connected Wi-Fi Network"] = device["wifi_ssid"] or "unknown"
     return "\n".join(f"{name}: {value}" for name, value in lines.items())
-
-
-def sim_card(status: str) -> str:
-    return _SIM[status]
 
 
 def speed_test(measured: Speed | None) -> str:

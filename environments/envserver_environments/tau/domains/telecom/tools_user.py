@@ -66,7 +66,7 @@ class TelecomUserTools(PhoneSetup):
 
     @tool("read", "Shows whether your SIM card works, is missing or is locked.")
     def check_sim_status(self) -> str:
-        return phone.sim_card(sim_status(self.device))
+        return phone.SIM_CARDS[sim_status(self.device)]
 
     @tool("write", "Takes your SIM card out and puts it in again.")
     def reseat_sim_card(self) -> str:
