@@ -16,6 +16,7 @@ _HOMES = {
     "AgentRole": "envserver.environment",
     "EnvironmentConfig": "envserver.settings.section",
     "Hidden": "envserver.rows.typed_tasks",
+    "from_rows": "envserver.rows.environment",
     "Reply": "envserver.rollout_interface",
     "Rollout": "envserver.rollout_interface",
     "Isolation": "envserver.environment",
@@ -181,6 +182,7 @@ if TYPE_CHECKING:
         rubric_marks,
     )
     from .rollout_interface import ModelCall, Reply, Rollout
+    from .rows.environment import from_rows
     from .rows.typed_tasks import Hidden
     from .running.blocking import (
         evaluate,
@@ -234,6 +236,7 @@ __all__ = [
     "take_companion",
     "KnownResult",
     "Hidden",
+    "from_rows",
     "Sandbox",
     "BlockingSandbox",
     "Sandboxes",

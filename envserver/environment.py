@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import abc
 import re
-import sys
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
@@ -175,38 +174,6 @@ class Environment(abc.ABC, Generic[TaskT]):
 
     def __init__(self, config: EnvironmentConfig | None = None) -> None:
         self.config = config if config is not None else self.Config()
-
-    @classmethod
-    def from_rows(
-        cls,
-        rows: str | Path | Sequence[Mapping[str, Any]],
-        *,
-        reward: Any = None,
-        **settings: Any,
-    ) -> type[Environment]:
-        """Makes an environment of rows and reward functions (`envserver/rows`).
-
-            Sums = Environment.from_rows("sums.jsonl", prompt="question", reward=exact)
-
-        Args:
-            rows: a JSONL, JSON, CSV, TSV or Parquet file (looked for beside the calling file, then
-                in the working directory), a folder of them by split, a data set on the hub, or a
-                list of rows.
-            reward: a function, a list of functions, or pairs of functions and weights. TRL's and
-                verifiers' run unchanged. A name ("trl.rewards:accuracy_reward",
-                "my_rewards.py:exact") is imported by scorers only.
-            settings: defaults of its Config: `prompt`, `answer`, `columns`, `splits` and so on.
-
-        Returns:
-            A class. Name it at the top level of a file, or subclass it there.
-
-        Raises:
-            ConfigError, NotFoundError: there are no such rows, or an argument is wrong.
-        """
-        from .rows.environment import from_rows
-
-        module = sys._getframe(1).f_globals.get("__name__", "__main__")
-        return from_rows(cls, rows, reward, module, settings)
 
     @abc.abstractmethod
     def tasks(self, split: Split) -> Iterator[TaskT]:

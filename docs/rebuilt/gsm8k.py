@@ -1,6 +1,6 @@
 """School maths; the number after #### counts (verifiers, Atropos)."""
 
-from envserver import Environment
+from envserver import from_rows
 
 
 def number(text):
@@ -11,7 +11,7 @@ def right(answer, output):
     return float("####" in output and number(output) == number(answer))
 
 
-Gsm8k = Environment.from_rows(
+Gsm8k = from_rows(
     "hub:openai/gsm8k",
     subset="main",
     prompt="{question}\n\nThink, and end with a line `#### NUMBER`.",

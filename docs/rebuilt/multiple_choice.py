@@ -2,7 +2,7 @@
 
 import re
 
-from envserver import Environment
+from envserver import from_rows
 
 
 def letter(answer, output):
@@ -10,7 +10,7 @@ def letter(answer, output):
     return float(re.findall(r"answer is:? \(?([A-D])\b", visible) == [answer])
 
 
-MultipleChoice = Environment.from_rows(
+MultipleChoice = from_rows(
     "hub:NousResearch/AcademicMCQA",
     prompt='{prompt}\n\nEnd with "The answer is" and the letter.',
     answer="ground_truth",

@@ -3,7 +3,7 @@
 import re
 from difflib import SequenceMatcher
 
-from envserver import Environment
+from envserver import from_rows
 
 
 def similarity(text, output):
@@ -11,7 +11,7 @@ def similarity(text, output):
     return SequenceMatcher(None, said[0].strip(), text[::-1]).ratio()
 
 
-ReverseText = Environment.from_rows(
+ReverseText = from_rows(
     "hub:PrimeIntellect/Reverse-Text-RL",
     columns={"text": "prompt"},
     system="Write the text backwards, letter by letter, between <reversed_text> tags.",

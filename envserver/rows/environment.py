@@ -233,18 +233,35 @@ def rows_class(reference: str) -> type[Environment]:
         if not (Path(reference).exists() or is_glob(reference)):
             raise NotFoundError(f"There is no data file {reference!r}.")
         reference = str(Path(reference).resolve())
-    return _class(RowsEnvironment, Source(reference), (), {}, __name__)
+    return _class(Source(reference), (), {}, __name__)
 
 
 def from_rows(
-    base: type[Environment[Any]],
     rows: str | Path | Sequence[Mapping[str, Any]],
-    reward: Any,
-    module: str,
-    settings: Mapping[str, Any],
+    *,
+    reward: Any = None,
+    **settings: Any,
 ) -> type[Environment]:
-    """Makes the class of `Environment.from_rows`, called on `base` by the module of this name,
-    which says what the arguments mean."""
+    """Makes an environment of rows and reward functions.
+
+        Sums = from_rows("sums.jsonl", prompt="question", reward=exact)
+
+    Args:
+        rows: a JSONL, JSON, CSV, TSV or Parquet file (looked for beside the calling file, then in
+            the working directory), a folder of them by split, a data set on the hub, or a list of
+            rows.
+        reward: a function, a list of functions, or pairs of functions and weights. TRL's and
+            verifiers' run unchanged. A name ("trl.rewards:accuracy_reward",
+            "my_rewards.py:exact") is imported by scorers only.
+        settings: defaults of its Config: `prompt`, `answer`, `columns`, `splits` and so on.
+
+    Returns:
+        A class. Name it at the top level of a file, or subclass it there.
+
+    Raises:
+        ConfigError, NotFoundError: there are no such rows, or an argument is wrong.
+    """
+    module = sys._getframe(1).f_globals.get("__name__", "__main__")
     unknown = settings.keys() - RowsEnvironment.Config.model_fields.keys()
     if unknown:
         raise ConfigError(f"from_rows has no argument {sorted(unknown)[0]!r}.")
@@ -258,13 +275,7 @@ def from_rows(
         if isinstance(rows, Sequence) and not isinstance(rows, str)
         else (Source(_located(str(rows), module)))
     )
-    if base is not Environment and not issubclass(base, RowsEnvironment):
-        raise ConfigError(
-            f"{base.__name__}.from_rows: rows make an environment of their own.",
-            hint="Call Environment.from_rows, and subclass what it returns.",
-        )
-    made = RowsEnvironment if base is Environment else base
-    return _class(made, source, weighted(reward), settings, module)
+    return _class(source, weighted(reward), settings, module)
 
 
 def weighted(reward: Any) -> list[Weighted]:
@@ -313,7 +324,6 @@ def _located(data: str, module: str) -> str:
 
 
 def _class(
-    base: type[RowsEnvironment] | type[Environment],
     source: Source,
     functions: Sequence[Weighted],
     settings: Mapping[str, Any],
@@ -326,10 +336,10 @@ def _class(
         "name": name,
         "source": source,
         "functions": tuple(functions),
-        "Config": _with_defaults(base.Config, settings),
+        "Config": _with_defaults(RowsEnvironment.Config, settings),
     }
     title = name.title().replace("_", "")
-    return types.new_class(title, (base,), exec_body=lambda space: space.update(body))
+    return types.new_class(title, (RowsEnvironment,), exec_body=lambda space: space.update(body))
 
 
 def _name_of(source: Source) -> str:

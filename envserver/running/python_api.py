@@ -182,7 +182,7 @@ def reference_of(environment: AnyEnvironment) -> str:
 
 
 def _name_in_file(kind: type[Environment]) -> str:
-    """Returns the name in its module: `Sums = Environment.from_rows(...)` has another one than the
+    """Returns the name in its module: `Sums = from_rows(...)` has another one than the
     class itself.
     """
     known = vars(sys.modules[kind.__module__])

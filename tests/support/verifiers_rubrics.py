@@ -20,7 +20,7 @@ import verifiers as vf
 ROOT = Path(__file__).parents[2]
 sys.path += [sys.argv[1], *(str(ROOT / name) for name in (".", "clients", "tools"))]
 
-from envserver import Environment, Result  # noqa: E402
+from envserver import Result, from_rows  # noqa: E402
 
 ROW = {"question": "What is a half?", "answer": r"\frac{1}{2}"}
 TEXTS = [
@@ -48,7 +48,7 @@ async def there(rubric: Any, text: str) -> float:
 
 
 def here(function: Any, text: str) -> Any:
-    made = Environment.from_rows([ROW], prompt="question", reward=function)()
+    made = from_rows([ROW], prompt="question", reward=function)()
     (task,) = made.tasks("train")
     score: Any = made.score(task, Result(output=text))
 

@@ -7,7 +7,7 @@ from typing import Any
 from trl import rewards as trl
 
 import envserver
-from envserver import Environment, Result, Score
+from envserver import Result, Score, from_rows
 
 ROW = {"problem": "What is a half?", "solution": r"$\frac{1}{2}$"}
 RIGHT = r"<think>easy</think> It is \boxed{\frac{1}{2}}"
@@ -21,7 +21,7 @@ def length(completion_ids, **_):
 
 def reward(function: Any, said: str, ids: list[int] | None = None) -> float | None:
     """Returns the reward through the environment; it equals that of a bare call."""
-    made = Environment.from_rows([ROW], reward=function, reward_range=[-1, 1], **SETTINGS)()
+    made = from_rows([ROW], reward=function, reward_range=[-1, 1], **SETTINGS)()
     made.prepare_scoring()
     (task,) = made.tasks("train")
     score = made.score(task, Result(output=said, completion_ids=ids))
@@ -47,7 +47,7 @@ def test_each_gives_what_it_gives_in_trl() -> None:
 
 def test_an_unreadable_gold_is_not_scored() -> None:
     row = {**ROW, "solution": "no formula"}
-    made = Environment.from_rows([row], reward=trl.accuracy_reward, **SETTINGS)()
+    made = from_rows([row], reward=trl.accuracy_reward, **SETTINGS)()
     (task,) = made.tasks("train")
     score = made.score(task, Result(output=RIGHT))
     assert isinstance(score, Score) and score.reward is None

@@ -15,7 +15,7 @@ from support.cases import cases_of
 from support.judging import judge_engine
 
 import envserver
-from envserver import Environment, KnownResult, Result, Sandboxes, Score
+from envserver import Environment, KnownResult, Result, Sandboxes, Score, from_rows
 from envserver.registry import find
 
 CASES = cases_of(__file__)
@@ -123,7 +123,7 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = CASES["rows"]
 def test_rows_are_paid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row, rewards = ROWS[name]
     kind: Any = find(str(REBUILT / f"{name}.py"))
-    monkeypatch.setattr(kind, "source", Environment.from_rows([row]).source)
+    monkeypatch.setattr(kind, "source", from_rows([row]).source)
     environment = kind()
     (task,) = environment.tasks("train")
     for output, reward in rewards.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from envserver import Environment, Result, Score, ScorerError
+from envserver import Result, Score, ScorerError, from_rows
 
 ROW = {"prompt": "What is 2 + 3?", "answer": "5", "level": 2}
 TALK = {**ROW, "prompt": [{"role": "user", "content": "What is 2 + 3?"}]}
@@ -13,7 +13,7 @@ SAID = [{"role": "assistant", "content": "5"}]
 
 
 def score(reward: Any, row: dict[str, Any] = ROW, said: str = "5", **settings: Any) -> Score:
-    made = Environment.from_rows([row], reward=reward, **settings)()
+    made = from_rows([row], reward=reward, **settings)()
     (task,) = made.tasks("train")
     value = made.score(task, Result(output=said))
     if isinstance(value, Score):
@@ -76,7 +76,7 @@ def test_functions_of_verifiers_and_plain_ones_get_what_they_name() -> None:
     components = score([verifiers, plain, parsed, Rubric().of_rubric]).components
     assert components == {"verifiers": 1.0, "plain": 1.0, "parsed": 1.0, "of_rubric": 1.0}
     assert score({verifiers: 1.0, plain: -0.5}).reward == 0.5
-    made = Environment.from_rows([ROW], reward={verifiers: 1.0, plain: -0.5})()
+    made = from_rows([ROW], reward={verifiers: 1.0, plain: -0.5})()
     assert made.reward_range == (-0.5, 1.0)
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from support.commands import envserver, read_jsonl
 
-from envserver import ConfigError, Environment, InputError, NotFoundError, Result, Split, Task
+from envserver import (
+    ConfigError,
+    InputError,
+    NotFoundError,
+    Result,
+    Split,
+    Task,
+    from_rows,
+)
 from envserver.registry import absolute, find
 from envserver.running.python_api import reference_of
 
@@ -27,7 +35,7 @@ def tasks_of(
     data: Path | list[dict[str, Any]] | str, split: Split = "train", **settings: Any
 ) -> list[Task]:
     given = {"prompt": "question", "shuffle": False, "reward": exact, **settings}
-    made = Environment.from_rows(data, **given)()
+    made = from_rows(data, **given)()
     return list(made.tasks(split))
 
 
@@ -137,13 +145,13 @@ def test_wrong_names_say_what_there_is() -> None:
         with pytest.raises(ConfigError, match=complaint):
             tasks_of(ROWS, **settings)
     with pytest.raises(NotFoundError, match=r"no data file 'nowhere.jsonl'"):
-        Environment.from_rows("nowhere.jsonl", reward=exact)
+        from_rows("nowhere.jsonl", reward=exact)
     with pytest.raises(NotFoundError):
         find("nowhere.jsonl")
 
 
 def test_subclasses_and_rows_of_questions() -> None:
-    class Sums(Environment.from_rows(ROWS, prompt="question", reward=exact)):  # type: ignore[misc]
+    class Sums(from_rows(ROWS, prompt="question", reward=exact)):  # type: ignore[misc]
         """Has a demonstration of its own."""
 
         def demonstration(self, task: Task) -> list[dict[str, Any]]:
@@ -173,9 +181,9 @@ def folder(tmp_path: Path) -> Path:
     write(tmp_path)
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     (tmp_path / "own.py").write_text(
-        "from envserver import Environment\n"
+        "from envserver import from_rows\n"
         "from my_rewards import exact, short\n"
-        "Own = Environment.from_rows(\n"
+        "Own = from_rows(\n"
         "    'sums.jsonl', prompt='question', reward=[(exact, 1.0), (short, 0.5)])\n"
     )
     return tmp_path
@@ -259,6 +267,6 @@ def test_the_command_says_what_is_wrong(folder: Path) -> None:
     assert ran.returncode == 2 and "4 of 5 rows make no task" in ran.stderr
     assert f"{folder.resolve() / 'bad.jsonl'}:2: " in ran.stderr
     reward = f"{folder / 'my_rewards.py'}:exakt"
-    made = Environment.from_rows(ROWS, prompt="question", reward=reward)()
+    made = from_rows(ROWS, prompt="question", reward=reward)()
     with pytest.raises(ConfigError, match="has no function 'exakt'"):
         made.score(next(made.tasks("train")), Result(output="5"))
