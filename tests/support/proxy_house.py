@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai import DefaultAsyncHttpxClient as OpenAIHttp
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy import EngineEndpoint, Proxy, ProxyAttempt
 from support.engine_stand_in import FakeVllm, fake_vllm, ids_of, logprob, prompt_ids
 from support.serving import attempt_spec, serving

@@ -31,7 +31,7 @@ from support.templates import CHATML, chat_format
 from support.waiting import settled, until
 
 from envserver import TokensConfig
-from envserver.models import ProbeResult
+from envserver.models.probe import ProbeResult
 from envserver.proxy import Capabilities, EngineEndpoint, Proxy
 from envserver.tokens import History, build
 from envserver.tokens.flags import Actions
