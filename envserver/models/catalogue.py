@@ -245,11 +245,7 @@ def _cached(name: str) -> Iterator[Path]:
         yield model / "snapshots" / main.read_text().strip()
     snapshots = model / "snapshots"
     if snapshots.is_dir():
-        yield from sorted(snapshots.iterdir(), key=_changed_at, reverse=True)
-
-
-def _changed_at(folder: Path) -> float:
-    return folder.stat().st_mtime
+        yield from sorted(snapshots.iterdir(), key=lambda path: -path.stat().st_mtime)
 
 
 def _cache_folder() -> Path:

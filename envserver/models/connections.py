@@ -15,12 +15,12 @@ import asyncio
 import difflib
 import ipaddress
 import socket
-from collections.abc import Awaitable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -336,8 +336,6 @@ def _error_message(data: bytes) -> str:
     return body if isinstance(body, str) else data.decode()
 
 
-T = TypeVar("T")
-
 Fault = Literal["refused", "failed", "busy"]
 """refused: no connection; failed: a bad answer or a broken connection; busy: the engine asks to
 wait."""
@@ -478,11 +476,6 @@ def _retryable(replica: Replica, error: HttpError) -> RetryableError:
         return RetryableError(EngineGarbage(message, base_url=replica.url), other_replica=True)
     message = f"{at} closed the connection before its answer."
     return RetryableError(EngineGarbage(message, base_url=replica.url))
-
-
-async def in_time(deadline: float, work: Awaitable[T]) -> T:
-    async with asyncio.timeout_at(deadline):
-        return await work
 
 
 @contextmanager

@@ -453,7 +453,7 @@ class HttpPool:
         if self._is_closed:
             connection.close()
             raise NoConnection("the connections are closed")
-        if not goes_on and all(one.origin != origin for one in self._open):
+        if not goes_on and all(each.origin != origin for each in self._open):
             self._generations[origin] += 1
         connection.generation = self._generations[origin]
         self._open.add(connection)

@@ -25,6 +25,7 @@ from envserver_records.errors import ConfigError, EngineUnavailable
 from envserver_records.waiting import Backoff
 
 from ..settings.config import EngineConfig
+from . import vllm_extension
 from .catalogue import ModelEntry
 
 Kind = Literal["vllm", "local"]
@@ -42,9 +43,6 @@ print(json.dumps(found))
 """
 _HOST = "127.0.0.1"
 _SEARCH_SECONDS = 60.0
-WORKER_EXTENSION = ("--worker-extension-cls", "envserver_reload.ReloadWeights")
-"""Lets workers reload weights, see `vllm_worker`: a folder of its own, since modules in a path hide
-others of the same name."""
 _SCALE_OUT_SINCE = (0, 32)
 """The first version with routes that take and return token ids for whole chats."""
 
@@ -85,7 +83,8 @@ def find_vllm(python: Path | None) -> Vllm | str:
 def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: int) -> list[Launch]:
     """The engines to try, in order; never empty."""
     backend = config.backend or entry.backend
-    common = ["--model", entry.files, "--served-model-name", _name(entry), "--dtype", entry.dtype]
+    name = entry.served_name or entry.name
+    common = ["--model", entry.files, "--served-model-name", name, "--dtype", entry.dtype]
     common += ["--host", _HOST, "--port", str(port)]
     if entry.default_template_kwargs:
         common += ["--default-chat-template-kwargs", json.dumps(entry.default_template_kwargs)]
@@ -107,7 +106,7 @@ def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: in
         return [local]
     argv = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *common]
     argv += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    argv += WORKER_EXTENSION
+    argv += vllm_extension.ARGUMENTS
     if _numbers(vllm.version) >= _SCALE_OUT_SINCE:
         argv.append("--enable-scale-out")
     if entry.load_in_4bit:
@@ -119,28 +118,12 @@ def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: in
     return [first] if backend == "vllm" else [first, local]
 
 
-def _name(entry: ModelEntry) -> str:
-    return entry.served_name or entry.name
-
-
 def _vllm_environ(vllm: Vllm) -> dict[str, str]:
     chosen = {"VLLM_NO_USAGE_STATS": "1"}
     if vllm.cpu:
         chosen["VLLM_CPU_KVCACHE_SPACE"] = "1"
     ours = {name: os.environ.get(name, value) for name, value in chosen.items()}
-    return ours | extended({"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
-
-
-def extended(environ: Mapping[str, str]) -> dict[str, str]:
-    """For a vLLM with WORKER_EXTENSION: the routes that change weights, pause and load adapters are
-    on, and the extension can be imported."""
-    path = [os.fspath(Path(__file__).with_name("vllm_worker")), environ.get("PYTHONPATH", "")]
-    return {
-        **environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-    }
+    return ours | vllm_extension.extended({"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -196,7 +179,7 @@ class RunningEngine:
     def __init__(self, entry: ModelEntry, config: EngineConfig, port: int, tell: Tell) -> None:
         plain = re.sub(r"[^\w.-]+", "-", entry.name).strip("-.") or "engine"
         self.base_url = f"http://{_HOST}:{port}/v1"
-        self.model = _name(entry)
+        self.model = entry.served_name or entry.name
         self._health = f"http://{_HOST}:{port}/health"
         self._log = config.log or Path("data") / f"engine-{plain}.log"
         self._config = config

@@ -40,7 +40,6 @@ from .connections import (
     RetryableError,
     SseParser,
     first_model,
-    in_time,
     read_by,
     whole,
 )
@@ -352,7 +351,8 @@ class OpenAIEngine:
         started = time.monotonic()
         reason = ""
         try:
-            await in_time(self._deadline(self._check_seconds), self._get(replica, "/v1/models"))
+            async with asyncio.timeout_at(self._deadline(self._check_seconds)):
+                await self._get(replica, "/v1/models")
         except TimeoutError:
             reason = late(replica, self._check_seconds).message
         except RetryableError as retryable:
@@ -441,9 +441,8 @@ class OpenAIEngine:
         if error.detail.get("status") != HTTPStatus.NOT_FOUND:
             return
         with suppress(TimeoutError, RetryableError, EngineError):  # the refusal itself is shown
-            answer = await in_time(
-                self._deadline(self._check_seconds), self._get(replica, "/v1/models")
-            )
+            async with asyncio.timeout_at(self._deadline(self._check_seconds)):
+                answer = await self._get(replica, "/v1/models")
             hint = self._decoder.models_hint(str(body.get("model", "")), answer)
             error.hint = hint or error.hint
         if replica.served[str(body.get("model"))]:
@@ -513,7 +512,8 @@ async def _drain(response: Response) -> None:
     """Waits for the end of the body after `[DONE]`, so that the connection can be reused."""
     if not response.complete:
         with suppress(TimeoutError, HttpError):
-            await in_time(asyncio.get_running_loop().time() + 0.1, response.read())
+            async with asyncio.timeout(0.1):
+                await response.read()
 
 
 def root_of(address: str) -> str:

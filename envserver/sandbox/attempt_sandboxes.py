@@ -148,8 +148,8 @@ class AttemptSandboxes:
         with attempt.timeline.timed("sandbox", program):
             return await tenant.perform(not_lost(performing))
 
-    async def _open(self, attempt: ProxyAttempt, state: _AttemptState, asked: Open) -> Opened:
-        spec = self._most if asked.spec is None else self._allowed(attempt, asked.spec)
+    async def _open(self, attempt: ProxyAttempt, state: _AttemptState, wanted: Open) -> Opened:
+        spec = self._most if wanted.spec is None else self._allowed(attempt, wanted.spec)
         attempt.check_time()
         if state.sealed:
             raise ended()
@@ -182,21 +182,21 @@ class AttemptSandboxes:
                 if server is not None:
                     server.close()
 
-    def _allowed(self, attempt: ProxyAttempt, asked: SandboxSpec) -> SandboxSpec:
+    def _allowed(self, attempt: ProxyAttempt, wanted: SandboxSpec) -> SandboxSpec:
         most = self._most
-        if not set(asked.preload) <= set(most.preload):
+        if not set(wanted.preload) <= set(most.preload):
             raise InputError(f"Only these modules may be preloaded: {', '.join(most.preload)}.")
         named = attempt.spec.task.public.get("image", "") if self._images else most.image
-        if asked.image not in ("", most.image, named):
+        if wanted.image not in ("", most.image, named):
             raise InputError("An attempt may only have the image that its task names.")
-        for path in asked.files:
+        for path in wanted.files:
             plain(path)
         return msgspec.structs.replace(
-            asked,
-            env=variables(asked.env),
+            wanted,
+            env=variables(wanted.env),
             # Only the environment's list: each preload list has its own zygote.
-            preload=most.preload if asked.preload else (),
-            limits=cut_down(asked.limits, most.limits),
+            preload=most.preload if wanted.preload else (),
+            limits=cut_down(wanted.limits, most.limits),
         )
 
 

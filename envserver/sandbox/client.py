@@ -28,10 +28,9 @@ from envserver_records.records import ExecResult, SandboxLimits, SandboxSpec
 from ..proxy.egress import OnConnection
 from ..proxy.egress_rules import MOST_HEAD_BYTES
 from .maker import StartedProgram
-from .requests import AskedSandbox, Exec, Read, RunPython, Write, check_input
+from .requests import AskedSandbox, Exec, Read, RunPython, Write, check_input, packed
 from .wire import (
     MAX_ANSWER_TEXT_BYTES,
-    MAX_FRAME_BYTES,
     MAX_MESSAGE_BYTES,
     NAMESPACE_BACKENDS,
     Frames,
@@ -63,21 +62,10 @@ class SandboxClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
         self._disconnect("the connection was closed")
 
     @asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[ConnectedSandbox]:
-        sandbox = await self.create(spec)
-        try:
-            yield sandbox
-        finally:
-            await asyncio.shield(sandbox.close())
-
-    async def create(self, spec: SandboxSpec) -> ConnectedSandbox:
-        """The caller closes the sandbox; raises like `open`."""
         isolation, channel, pidfd = await self._request(spec.preload)
         sandbox = ConnectedSandbox(isolation, channel, pidfd)
         try:
@@ -86,10 +74,9 @@ class SandboxClient:
                     f"The image of a container needs the backend docker; this one is {isolation}."
                 )
             await sandbox.set_up(spec)
-        except BaseException:
+            yield sandbox
+        finally:
             await asyncio.shield(sandbox.close())
-            raise
-        return sandbox
 
     async def _request(self, preload: tuple[str, ...]) -> tuple[str, socket.socket, int]:
         connection = self._connected()
@@ -276,16 +263,13 @@ class ConnectedSandbox(AskedSandbox):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def _ask(self, seconds: float, *request: Any) -> Any:
-        """Sends one request and returns its answer; requests of several tasks take turns.
-
-        A cancelled request cancels the program inside and waits for its end.
-        """
+        """Requests of several tasks take turns; a cancelled one waits for its program's end."""
         async with self._turn:
             return await self._asked(seconds, *request)
 
     async def _asked(self, seconds: float, *request: Any) -> Any:
         """`_ask` for the task whose turn it is."""
-        frame = _framed(request)
+        frame = packed(encode, *request)
         if self._closed:
             raise SandboxLost("The sandbox is closed.")
         try:
@@ -382,13 +366,3 @@ def image_missing(image: str, reason: str) -> SandboxImageMissing:
         bug=words,  # each rollout with it fails
         missing=image,
     )
-
-
-def _framed(request: tuple[Any, ...]) -> bytes:
-    try:
-        frame = encode(*request)
-    except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
-        raise InputError(f"Text for a sandbox must be valid Unicode: {error}.") from error
-    if len(frame) > MAX_FRAME_BYTES:
-        raise InputError(f"{len(frame)} bytes are too many for a sandbox at once.")
-    return frame

@@ -9,6 +9,7 @@ needs Python, since this package's modules are sent.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,32 +134,30 @@ def key_of(engine: Engine, spec: Mapping[str, Any]) -> ContainerKey:
     )
 
 
-def find_engine(
-    image: str, pull: Pull = "never", environ: Mapping[str, str] = os.environ
-) -> Engine:
+def find_engine(image: str, pull: Pull = "never") -> Engine:
     """The first engine that answers and has the image."""
-    variables = {name: environ[name] for name in _VARIABLES if name in environ}
+    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     failed = []
     for name in ENGINES:
-        program = shutil.which(name, path=environ.get("PATH"))
+        program = shutil.which(name)
         if program is None:
             failed.append(f"{name} is not installed")
             continue
-        failure = asked(program, variables, "version")
+        failure = failure_of(program, variables, "version")
         if not failure and not image:
             failure = "no image is named (--sandbox.docker_image)"
         elif not failure:
-            failure = asked(program, variables, "image", "inspect", image)
+            failure = failure_of(program, variables, "image", "inspect", image)
             if failure and pull == "missing":
                 words = ("pull", "--quiet", image)
-                failure = asked(program, variables, *words, seconds=PULL_SECONDS)
+                failure = failure_of(program, variables, *words, seconds=PULL_SECONDS)
         if not failure:
             return Engine(program=program, image=image, variables=variables)
         failed.append(f"{name}: {failure}")
     raise OSError("; ".join(failed))
 
 
-def asked(
+def failure_of(
     program: str, variables: Mapping[str, str], *words: str, seconds: float = _SECONDS
 ) -> str:
     """Runs the engine's command; returns why it failed, or ""."""
@@ -182,14 +181,15 @@ def _output(program: str, variables: Mapping[str, str], *words: str, seconds: fl
     ).stdout
 
 
-def last_line(said: bytes) -> str:
-    """What a failed command said last is why; its advice is left out."""
-    lines = said.decode(errors="replace").strip().splitlines()
+def last_line(output: bytes) -> str:
+    """What a failed command output last is why; its advice is left out."""
+    lines = output.decode(errors="replace").strip().splitlines()
     reasons = [line for line in lines if line.strip() and not line.startswith("See '")]
     return reasons[-1].strip()[:300] if reasons else ""
 
 
-def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> list[str]:
+def command(engine: Engine, name: str, key: ContainerKey, sent: int) -> list[str]:
+    """`sent`: bytes that the container's python3 reads first, see `bundle`."""
     memory = key.memory_mb + key.disk_mb + _SERVER_MB  # files in memory count as well
     mount = f"rw,exec,nosuid,nodev,size={key.disk_mb}m,mode=1777"
     shared = f"rw,exec,nosuid,nodev,size={max(1, key.disk_mb // 2)}m,mode=1777"
@@ -213,7 +213,8 @@ def command(engine: Engine, name: str, key: ContainerKey, words: list[str]) -> l
         *("--workdir", "/"),
         *(word for settings in hidden for word in ("--tmpfs", settings)),
         *("--log-driver", "none", "--pull", "never", "--label", LABEL),
-        *("--entrypoint", "python3", key.image, *words),
+        *("--entrypoint", "python3", key.image, "-I", "-c", _BOOT),
+        *(str(sent), json.dumps(key.preload)),
     ]
 
 
@@ -230,12 +231,8 @@ def _podman_limits() -> list[str]:
     return words
 
 
-def start_words(preload: Sequence[str], sent: memoryview) -> list[str]:
-    """The arguments of a container's python3, which reads `sent` (see `bundle`) first."""
-    return ["-I", "-c", _BOOT, str(len(sent)), json.dumps(list(preload))]
-
-
-def bundle(preload: Sequence[str]) -> bytes:
+@functools.lru_cache(16)
+def bundle(preload: tuple[str, ...]) -> bytes:
     """This package's modules and those of `preload` that images lack, as JSON by name."""
     sources = dict.fromkeys(_EMPTY_PACKAGES, "")
     for path in Path(__file__).parent.glob("[!_]*.py"):
@@ -287,12 +284,11 @@ def new_prefix() -> str:
 
 
 def remove_leftovers(engine: Engine) -> list[str]:
-    """Removes the containers of servers that are gone, or those with the engine's prefix; returns
-    their names."""
+    """Removes and names the containers of servers that are gone, or those with its prefix."""
     names = [name for name in _names(engine) if _is_left(name, engine.prefix)]
     if names:
         words = ("rm", "--force", "--volumes", *names)
-        asked(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
+        failure_of(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
     return names
 
 

@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn, cast
 
@@ -37,7 +37,6 @@ from .docker import (
     command,
     key_of,
     last_line,
-    start_words,
 )
 from .wire import CONTAINER_ENDED, CONTAINER_READY, MAX_MESSAGE_BYTES, Frames, encode
 
@@ -58,13 +57,14 @@ _QUIET_SECONDS = 1.0
 """After one was given out: a start would slow down what that sandbox does first."""
 _KEPT_BYTES = 4096
 _LOOK_SECONDS = 0.02
-_bundle = lru_cache(16)(bundle)
 
 
 class NoContainer(Exception):
-    def __init__(self, reason: str, *, image_missing: bool = False) -> None:
-        super().__init__(reason)
-        self.image_missing = image_missing
+    kind = "unavailable"
+
+
+class NoImage(NoContainer):
+    kind = "no_image"
 
 
 class Child:
@@ -90,7 +90,7 @@ class Child:
         self._selector = selector
         self._then = then
         self.expires = time.monotonic() + seconds
-        self.said = b""
+        self.errors = b""
         self.process = subprocess.Popen(
             self.argv,
             env=engine.variables,
@@ -108,7 +108,7 @@ class Child:
 
     def _hear(self) -> None:
         data = os.read(self._stderr.fileno(), _KEPT_BYTES)
-        self.said = (self.said + data)[-_KEPT_BYTES:]
+        self.errors = (self.errors + data)[-_KEPT_BYTES:]
         if not data:
             self._selector.unregister(self._stderr)
             self._stderr.close()
@@ -140,10 +140,10 @@ class Container(Child):
     ) -> None:
         self.name = name
         self.key = key
-        self.unsent = memoryview(_bundle(key.preload))
+        self.unsent = memoryview(bundle(key.preload))
         self.ready = False
         self.ending = 0
-        words = command(engine, name, key, start_words(key.preload, self.unsent))
+        words = command(engine, name, key, len(self.unsent))
         super().__init__(
             selector, engine, words, _START_SECONDS, lambda status: then(self, status), talks=True
         )
@@ -310,9 +310,9 @@ class Pool:
             self._starting.remove(container)
             self._images.discard(container.key.image)  # perhaps that is why
             key = container.key
-            said = last_line(container.said) or f"{container.argv[0]} ended with {status}"
+            reason = last_line(container.errors) or f"{container.argv[0]} ended with {status}"
             self._uses.pop(key, None)
-            self._refuse(NoContainer(said), lambda wanted: wanted.key == key, 1)
+            self._refuse(NoContainer(reason), lambda wanted: wanted.key == key, 1)
 
     # Images.
 
@@ -329,8 +329,7 @@ class Pool:
             then = partial(self._looked, image)
             self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
         else:
-            said = last_line(child.said) or f"looking for it ended with {status}"
-            reason = NoContainer(said, image_missing=True)
+            reason = NoImage(last_line(child.errors) or f"looking for it ended with {status}")
             self._refuse(reason, lambda wanted: wanted.key.image == image, len(self._waiting))
 
     def _command(
@@ -491,9 +490,8 @@ class _Maker:
 
     def _give(self, relay: socket.socket, found: Container | NoContainer) -> None:
         if isinstance(found, NoContainer):
-            kind = "no_image" if found.image_missing else "unavailable"
             with contextlib.suppress(OSError):
-                relay.send(json.dumps([kind, str(found)]).encode())
+                relay.send(json.dumps([found.kind, str(found)]).encode())
             return
         self._given[relay] = found
         with found.stdin, found.stdout, contextlib.suppress(OSError):

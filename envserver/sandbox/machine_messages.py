@@ -49,7 +49,6 @@ from .maker import InteractiveSandbox
 from .requests import Received, Start
 from .served import PIECE_BYTES as PUMPED_BYTES
 from .served import read_from, write_to
-from .wire import MAX_FRAME_BYTES
 
 PROTOCOL: Final = 1
 """Version of these messages; client and machine must have the same."""
@@ -130,13 +129,7 @@ for _kind in (*BODIES.values(), ExecResult, SandboxUsage, Received, Opened, Prob
 
 
 def framed(number: int, word: str, body: object) -> bytes:
-    try:
-        packed = msgspec.msgpack.encode((number, word, body))
-    except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
-        raise InputError(f"Text for a sandbox must be valid Unicode: {error}.") from error
-    if len(packed) > MAX_FRAME_BYTES:
-        raise InputError(f"{len(packed)} bytes are too many for a sandbox at once.")
-    return frame(packed)
+    return frame(requests.packed(msgspec.msgpack.encode, (number, word, body)))
 
 
 def problem_of(error: Exception) -> Problem:

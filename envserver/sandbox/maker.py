@@ -64,10 +64,9 @@ SandboxAddress = str | RemoteAddress | ForeignAddress
 
 
 class StartedProgram:
-    """A program whose input and output are `stdio`; `result` says how it ended, once it has.
+    """A program that talks by `stdio`; `result` says how it ended, once it has.
 
-    Set `hung_up` when its output has ended: then it is about to end by itself.
-    """
+    Set `hung_up` when its output has ended: then it is about to end by itself."""
 
     def __init__(self, stdio: socket.socket) -> None:
         self.stdio = stdio
@@ -86,10 +85,7 @@ class InteractiveSandbox(Sandbox, Protocol):
 
     async def lead_out(self, serve: OnConnection) -> Closable | None:
         """Serves connections of its programs, which from now on take `serve` for their HTTP proxy
-        (HTTP_PROXY, HTTPS_PROXY), until the result is closed.
-
-        Returns None if they have no network that could hold it.
-        """
+        (HTTP_PROXY, HTTPS_PROXY), until the result is closed. None: they have no network for it."""
 
 
 class SandboxMaker(Protocol):

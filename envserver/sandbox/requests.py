@@ -17,12 +17,14 @@ Bodies are MessagePack both ways; what is not 200 is the proxy's JSON error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import InputError
 from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, SandboxUsage
+
+from .wire import MAX_FRAME_BYTES
 
 T = TypeVar("T")
 
@@ -135,16 +137,26 @@ class AskedSandbox(ABC):
         return await self.ask("total", None, SandboxUsage)
 
 
+def packed(encode: Callable[..., bytes], *parts: Any) -> bytes:
+    try:
+        frame = encode(*parts)
+    except UnicodeEncodeError as error:  # half a surrogate pair: a model can write that
+        raise InputError(f"Text for a sandbox must be valid Unicode: {error}.") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise InputError(f"{len(frame)} bytes are too many for a sandbox at once.")
+    return frame
+
+
 def check_input(body: Any, limits: SandboxLimits) -> None:
     """Raises InputError if the request's program gets more input than the sandbox allows."""
     if isinstance(body, Exec | RunPython) and len(body.stdin) > limits.input_kb * 1024:
         raise InputError(f"The input has {len(body.stdin)} bytes, over {limits.input_kb} KB.")
 
 
-def cut_down(asked: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
-    """Each limit of `asked`, reduced to at most that of `most`."""
+def cut_down(wanted: SandboxLimits, most: SandboxLimits) -> SandboxLimits:
+    """Each limit of `wanted`, reduced to at most that of `most`."""
     limits = {}
-    for name, value in msgspec.structs.asdict(asked).items():
+    for name, value in msgspec.structs.asdict(wanted).items():
         if not value > 0:  # also rejects NaN
             raise InputError(f"The limit {name} must be positive.", place=name)
         limits[name] = min(value, getattr(most, name))

@@ -197,7 +197,7 @@ class Supervisor:
         listening.bind(f"{self._boot.directory}/socket")
         listening.listen(128)
         self._selector.register(listening, selectors.EVENT_READ, partial(self._accept, listening))
-        self._selector.register(self._control, selectors.EVENT_READ, self._stop)
+        self._selector.register(self._control, selectors.EVENT_READ, sys.exit)
         with contextlib.suppress(ConnectionError):  # the loop hears that it is closed
             self._control.send(b"up")
         try:
@@ -226,9 +226,6 @@ class Supervisor:
         _wait_for_orphans(until)
         command = ["rm", "-rf", "--", self._boot.directory]
         subprocess.run(command, stderr=subprocess.DEVNULL, check=False)
-
-    def _stop(self) -> None:
-        sys.exit(0)
 
     # Clients.
 
@@ -375,11 +372,8 @@ class Supervisor:
         return zygote
 
     def _retire_one(self) -> None:
-        """Ends the least recently used zygote to make room for another preload list.
-
-        Only one without sandboxes, which would die with it; if each has some, there is one more for
-        now.
-        """
+        """Makes room for another preload list: ends the least recently used zygote without
+        sandboxes, which would die with it. If each has some, there is one more for now."""
         idle = [
             zygote
             for zygote in self._zygotes.values()

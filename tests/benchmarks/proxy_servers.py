@@ -36,8 +36,9 @@ from envserver import OpenAIConfig, Settings, TokensConfig
 from envserver.cli.loop import run_loop
 from envserver.http.proxy_server import serve_proxy
 from envserver.http.server import serve_api
-from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.connections import Connections, Decoder, EngineAddresses, whole
+from envserver.models.openai import OpenAIEngine
+from envserver.models.probe import ProbeResult
 from envserver.models.replicas import Replica
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send, send_json
 from envserver.proxy.attempts import ProxyAttempt

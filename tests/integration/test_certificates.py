@@ -19,7 +19,7 @@ from envserver import OpenAIConfig, ServerConfig
 from envserver.api.app import create_api
 from envserver.http import server as certificates
 from envserver.http.server import serve_api
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.running.engines import look_at
 
 REFUSED = (OSError, asyncio.IncompleteReadError)  # TLS errors are of the first kind

@@ -22,8 +22,8 @@ from support.waiting import until
 
 import envserver
 from envserver import SandboxConfig, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService
-from envserver.sandbox.service import probe
+from envserver.sandbox.client import SandboxClient
+from envserver.sandbox.service import SandboxService, probe
 
 # An image has the repository with one commit in /testbed, and in the environment `testbed` of
 # /opt/miniconda3 a Python with pytest (its files are those of this Python). Nothing is fetched.
@@ -199,7 +199,8 @@ def _names(engine: Engine) -> list[str]:
 _HOLDS = """
 import asyncio
 from envserver import SandboxConfig, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService
+from envserver.sandbox.client import SandboxClient
+from envserver.sandbox.service import SandboxService
 
 async def main():
     config = SandboxConfig(backend="docker", docker_image={image!r})

@@ -18,7 +18,7 @@ from support.odd_prompts import assert_renders_as_we_do
 from support.waiting import PATIENCE
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.settings.config import Mode
 

@@ -20,8 +20,8 @@ from support.waiting import PATIENCE
 
 import envserver
 from envserver import Group, OpenAIConfig, pack
-from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
+from envserver.models.openai import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy.endpoint import Capabilities, capabilities_of
 from envserver.settings.config import TokensConfig

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from envserver.sandbox import find_engine, linux
+from envserver.sandbox import linux
+from envserver.sandbox.docker import find_engine
 
 from .commands import until
 from .docker_setup import BASE, CONFIG, OWN_IMAGE

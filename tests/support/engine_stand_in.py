@@ -25,9 +25,8 @@ import orjson
 from aiohttp import web
 from envserver_records.errors import EngineRefused
 
-from envserver.models import ReplicaHealth
 from envserver.models.connections import Decoder
-from envserver.models.engine import EngineRequest
+from envserver.models.engine import EngineRequest, ReplicaHealth
 from envserver.tokens.chat_format import ChatFormat
 from support.beside import in_a_thread
 from support.serving import AiohttpServer, serving_aiohttp

@@ -36,7 +36,8 @@ ASK = """
 import asyncio, importlib.util, json, sys
 from pathlib import Path
 from envserver import ConfigError, SandboxConfig, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService
+from envserver.sandbox.client import SandboxClient
+from envserver.sandbox.service import SandboxService
 place = Path(importlib.util.find_spec("envserver_environments").origin).parent
 data = [path for path in place.rglob("*") if path.suffix in (".jsonl", ".txt")]
 files = [str(path.relative_to(place.parent)) for path in (*data, place / "swe/grading.py")]

@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 from openai import DefaultAsyncHttpxClient as OpenAIHttp
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.endpoint import EngineEndpoint
 from envserver.proxy.server import Proxy

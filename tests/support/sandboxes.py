@@ -10,9 +10,10 @@ from typing import Any
 from envserver import SandboxConfig
 from envserver.running.run_settings import SandboxesServeSettings
 from envserver.running.sandbox_serving import ServedSandboxes, sandbox_serving
-from envserver.sandbox import SandboxClient, SandboxService
+from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.machines import Machines
 from envserver.sandbox.maker import RemoteAddress
+from envserver.sandbox.service import SandboxService
 from envserver.settings.config import SandboxMachineConfig
 from envserver.settings.server import ServerConfig
 

@@ -23,8 +23,8 @@ from envserver_local.simulated.policy import RolloutSolver
 from envserver_records.records import Call, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
-from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy.asgi import AsgiApp, Receive, Scope, Send
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.server import Proxy

@@ -20,8 +20,8 @@ import numpy as np
 from envserver_records.records import Call, Sequence, VersionSpan
 
 from envserver import OpenAIConfig, TokensConfig
-from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
+from envserver.models.openai import OpenAIEngine
 from envserver.models.probe import probe
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.endpoint import Capabilities, EngineEndpoint, capabilities_of

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from envserver_clients.weights import VllmFull
 
-from envserver.models import manager
+from envserver.models import vllm_extension
 from support.commands import free_port
 
 from .waiting import PATIENCE
@@ -109,7 +109,7 @@ def running_vllm(
     if long:
         environ["PYTHONPATH"] = str(script.parents[1])
     if learning:
-        environ = manager.extended(environ)
+        environ = vllm_extension.extended(environ)
     made: list[str | Path] = [python, script, model_folder, *(["0", "tied"] if tied else [])]
     if sees:
         made = [python, "-m", "support.tiny_vlm", model_folder, sees]
@@ -132,8 +132,8 @@ def running_vllm(
         command += ["--hf-overrides", f'{{"max_position_embeddings": {CONTEXT}}}']
         command += ["--logits-processors", "support.forced_text:ForcedText"]
     if learning:
-        command += [*manager.WORKER_EXTENSION, "--enable-lora", "--max-lora-rank", "16"]
-        command += ["--weight-transfer-config", '{"backend": "envserver_gloo"}']
+        command += [*vllm_extension.ARGUMENTS, "--enable-lora", "--max-lora-rank", "16"]
+        command += vllm_extension.GLOO_ARGUMENTS
         command += ["--max-loras", "2", "--max-cpu-loras", "8"]
     with log.open("wb") as output:
         process = subprocess.Popen(

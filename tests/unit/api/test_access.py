@@ -28,8 +28,9 @@ from envserver.api.app import create_api
 from envserver.http.access import RULES, AccessTokens, Role, create_token, read_tokens, revoke_token
 from envserver.http.middleware import Strangers, TooManyRequests
 from envserver.http.server import serve_api
-from envserver.models import OpenAIEngine, Replica
 from envserver.models.fleet import Fleet
+from envserver.models.openai import OpenAIEngine
+from envserver.models.replicas import Replica
 from envserver.proxy.gate import Gate
 from envserver.rollouts.ordered import Orders
 

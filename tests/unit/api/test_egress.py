@@ -19,7 +19,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import ConfigError, OpenAIConfig
 from envserver.http.proxy_server import ProxyServer, serve_proxy
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy import egress
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.egress import Egress, NotTls, server_name

@@ -16,7 +16,7 @@ from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
 from envserver.http.proxy_server import ProxyServer, serve_proxy
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.bounds import AttemptBounds
 from envserver.proxy.server import Proxy

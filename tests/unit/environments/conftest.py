@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from envserver import SandboxConfig, Sandboxes
-from envserver.sandbox import SandboxService, WatchedSandboxes
+from envserver.sandbox.maker import WatchedSandboxes
+from envserver.sandbox.service import SandboxService
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -27,8 +27,11 @@ from support.swe_scripts import SUBMIT, answers, attempt, bash, rewards, swe_of
 
 from envserver import ConfigError, InputError, SandboxConfig, Sandboxes, SandboxSpec, Task
 from envserver.proxy.attempts import ProxyAttempt
-from envserver.sandbox import Open, SandboxService, WatchedSandboxes, service
+from envserver.sandbox import service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
+from envserver.sandbox.maker import WatchedSandboxes
+from envserver.sandbox.requests import Open
+from envserver.sandbox.service import SandboxService
 
 CASES = cases_of(__file__)
 IMAGE = fake_engine.WITH_REPOSITORY

@@ -22,9 +22,9 @@ from support.raw_server import End, RawServer, chunked, cut, head, raw_server
 from support.waiting import PATIENCE, until
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine
 from envserver.models.connections import retry_after
 from envserver.models.engine import EngineRequest
+from envserver.models.openai import OpenAIEngine
 
 SECONDS, HANG_SECONDS = 60.0, 0.1
 """For a call; where nothing comes any more."""

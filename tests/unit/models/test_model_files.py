@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from envserver_records.errors import ConfigError
 
-from envserver.models import ProbeResult
 from envserver.models.catalogue import find_model_files, without_folders
+from envserver.models.probe import ProbeResult
 
 NAME = "owner/model"
 

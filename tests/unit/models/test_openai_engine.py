@@ -44,10 +44,11 @@ from support.vllm_server import VllmServer
 from support.waiting import PATIENCE, settled, until
 
 from envserver import OpenAIConfig
-from envserver.models import FLOOR, OpenAIEngine, ProbeResult, ReplicaHealth
 from envserver.models.connections import SseParser
-from envserver.models.engine import EngineRequest
-from envserver.models.probe import probe
+from envserver.models.engine import EngineRequest, ReplicaHealth
+from envserver.models.openai import OpenAIEngine
+from envserver.models.probe import ProbeResult, probe
+from envserver.models.replicas import FLOOR
 from envserver.settings.config import Mode
 
 CHAT = "/v1/chat/completions"

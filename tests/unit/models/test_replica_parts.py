@@ -15,10 +15,9 @@ from support.extent import examples
 from support.raw_server import RawServer, head, raw_server
 from support.waiting import until
 
-from envserver.models import FLOOR, Replica
 from envserver.models.connections import watchful_socket
 from envserver.models.http_client import BrokenOff, HttpPool, NoConnection, Response, origin_of
-from envserver.models.replicas import Load, ReplicaRequest, Slots, read_load
+from envserver.models.replicas import FLOOR, Load, Replica, ReplicaRequest, Slots, read_load
 
 calm = settings(deadline=None, max_examples=examples(60))
 

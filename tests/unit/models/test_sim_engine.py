@@ -51,8 +51,8 @@ from support.waiting import PATIENCE
 from envserver import OpenAIConfig, SimConfig, aio
 from envserver.cli import main
 from envserver.environment import Environment
-from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest
+from envserver.models.openai import OpenAIEngine
 from envserver.running.simulated_server import demonstration_solver, question_text
 
 CASES = cases_of(__file__)

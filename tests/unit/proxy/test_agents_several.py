@@ -17,7 +17,7 @@ from support.waiting import until
 from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, Task
 from envserver.cli.settings import load_settings
 from envserver.environment import Rollout
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy.attempts import AgentRoute, AttemptSpec, ProxyAttempt
 from envserver.proxy.endpoint import EngineEndpoint
 from envserver.proxy.server import Proxy

@@ -20,9 +20,9 @@ from support.templates import OWN, chat_format, tool, user
 from support.vllm_server import VllmServer
 
 from envserver import OpenAIConfig
-from envserver.models import OpenAIEngine, ProbeResult
 from envserver.models.engine import Engine, EngineRequest
-from envserver.models.probe import EngineMode
+from envserver.models.openai import OpenAIEngine
+from envserver.models.probe import EngineMode, ProbeResult
 from envserver.proxy.engine_answer import parse_answer
 from envserver.proxy.engine_client import EngineSession, TextClient, client_for
 from envserver.tokens.chat_format import ChatFormat

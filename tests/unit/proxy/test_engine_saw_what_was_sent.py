@@ -23,7 +23,7 @@ from support.speaking import Chat, Message, events_of, text_of
 from support.talk import format_of
 from support.templates import tool
 
-from envserver.models import ProbeResult
+from envserver.models.probe import ProbeResult
 from envserver.proxy.endpoint import Capabilities, EngineEndpoint
 from envserver.proxy.hooks import HookFunctions
 from envserver.proxy.server import Proxy

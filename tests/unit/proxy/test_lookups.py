@@ -11,7 +11,7 @@ from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.proxy_house import ASK, House, house
 
-from envserver.models import ProbeResult
+from envserver.models.probe import ProbeResult
 from envserver.proxy.endpoint import Capabilities
 
 CASES = cases_of(__file__)

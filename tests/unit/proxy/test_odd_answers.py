@@ -20,9 +20,8 @@ from support.proxy_house import asgi_answer
 from support.serving import attempt_spec
 from support.templates import OWN, chat_format, user
 
-from envserver.models import ProbeResult
 from envserver.models.engine import EngineRequest
-from envserver.models.probe import EngineMode
+from envserver.models.probe import EngineMode, ProbeResult
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.endpoint import Capabilities, EngineEndpoint
 from envserver.proxy.server import Proxy

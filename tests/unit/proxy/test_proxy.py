@@ -31,7 +31,7 @@ from support.templates import CHATML, chat_format
 from support.waiting import settled, until
 
 from envserver import TokensConfig
-from envserver.models import ProbeResult
+from envserver.models.probe import ProbeResult
 from envserver.proxy.endpoint import Capabilities, EngineEndpoint
 from envserver.proxy.server import Proxy
 from envserver.tokens.builder import build

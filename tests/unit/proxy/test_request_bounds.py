@@ -28,7 +28,7 @@ from support.serving import attempt_spec, serving
 from support.waiting import until
 
 from envserver import Caller, OpenAIConfig, TokensConfig
-from envserver.models import OpenAIEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.proxy import bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
 from envserver.proxy.dialects.base import ModelRequest

@@ -28,12 +28,13 @@ from envserver.cli.doctor_command import look_at_machines, show_machines
 from envserver.http.access import create_token
 from envserver.running.hosting import SandboxMachineNumbers
 from envserver.running.sandbox_serving import ServedSandboxes
-from envserver.sandbox import SandboxClient, SandboxService
 from envserver.sandbox import machines as machines_module
+from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.machine_messages import PATH, Load
 from envserver.sandbox.machines import Machine, Machines, machines_at
 from envserver.sandbox.maker import RemoteAddress
 from envserver.sandbox.requests import Exec
+from envserver.sandbox.service import SandboxService
 from envserver.sandbox.supervisor import READY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -31,9 +31,9 @@ from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
 
 from envserver import SandboxConfig, SandboxLimits, SandboxSpec, main
-from envserver.sandbox import SandboxService, bubblewrap, landlock, seccomp, service, system
+from envserver.sandbox import bubblewrap, landlock, seccomp, service, system
 from envserver.sandbox.probe import ProbeReport, examine, unavailable
-from envserver.sandbox.service import probe
+from envserver.sandbox.service import SandboxService, probe
 
 CASES = cases_of(__file__)
 

@@ -24,11 +24,12 @@ from support.sandboxes import archive, sandboxes
 from support.waiting import until
 
 from envserver import InputError, Sandbox, SandboxConfig, Sandboxes, SandboxLimits, SandboxSpec
-from envserver.sandbox import SandboxClient, SandboxService, docker, find_engine, service
+from envserver.sandbox import docker, service
+from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.container import CgroupAccounts
-from envserver.sandbox.docker import new_prefix, remove_leftovers
+from envserver.sandbox.docker import find_engine, new_prefix, remove_leftovers
 from envserver.sandbox.maker import WatchedSandboxes, sandboxes_at
-from envserver.sandbox.service import probe
+from envserver.sandbox.service import SandboxService, probe
 from envserver.sandbox.source import custom_sandboxes
 
 CASES = cases_of(__file__)
@@ -105,7 +106,8 @@ async def test_images_are_pulled_only_where_that_is_allowed(engine: Path) -> Non
 
 async def test_a_missing_sandbox_image_is_not_cured_by_retries(containers: SandboxClient) -> None:
     with pytest.raises(SandboxImageMissing, match="lacks an image: other") as missing:
-        await containers.create(SandboxSpec(image="other"))
+        async with containers.open(SandboxSpec(image="other")):
+            pass
     assert missing.value.detail["missing"] == "other"
 
 

@@ -12,8 +12,9 @@ from support.forked import forked, words
 
 from envserver import SandboxConfig, SandboxSpec, registry
 from envserver.running.sandboxes import private_paths, sandboxes_of
-from envserver.sandbox import SandboxClient, landlock, linux, namespaces, system
+from envserver.sandbox import landlock, linux, namespaces, system
 from envserver.sandbox import service as selection
+from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.service import probe
 
 ENVIRONMENT = """

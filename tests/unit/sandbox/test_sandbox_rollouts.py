@@ -40,9 +40,8 @@ from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec, make_group
 from envserver.running import rollout_context
-from envserver.sandbox import Open
 from envserver.sandbox.attempt_sandboxes import summed
-from envserver.sandbox.requests import Exec, Opened, cut_down
+from envserver.sandbox.requests import Exec, Open, Opened, cut_down
 from envserver.sandbox.supervisor import READY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -22,9 +22,9 @@ from support.sandboxes import sandboxes
 from support.waiting import PATIENCE, until
 
 from envserver import InputError, SandboxSpec
-from envserver.sandbox import SandboxClient, inside
+from envserver.sandbox import inside
 from envserver.sandbox.backend import HostBackend
-from envserver.sandbox.client import ConnectedSandbox
+from envserver.sandbox.client import ConnectedSandbox, SandboxClient
 from envserver.sandbox.wire import encode
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

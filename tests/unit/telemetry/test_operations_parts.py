@@ -33,8 +33,8 @@ from envserver.api.app import create_api
 from envserver.api.bootstrap import BootstrapApp
 from envserver.http.health import Health, Metrics
 from envserver.http.server import serve_api
-from envserver.models import OpenAIEngine
 from envserver.models.engine import EngineRequest, MeasuredEngine
+from envserver.models.openai import OpenAIEngine
 from envserver.running.bootstrap import bootstrap_server
 from envserver.settings.server import TelemetryConfig
 from envserver.store import database, open_store

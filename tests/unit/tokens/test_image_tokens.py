@@ -26,7 +26,7 @@ from support.templates import TEMPLATES, vocabulary
 from support.trajectories import trajectory
 
 from envserver.export.stored import group_of
-from envserver.models import ProbeResult
+from envserver.models.probe import ProbeResult
 from envserver.proxy.engine_client import client_for
 from envserver.rollouts.replaying import calls_in, kept_calls
 from envserver.running.delivered import read_line
