@@ -16,7 +16,7 @@ from envserver_records.records import Group, Message, Trajectory, text_of
 from .console import Console
 
 if TYPE_CHECKING:
-    from ..running.asking import Asked
+    from ..running.asking import PersonRequest
 
 _STYLES = {"assistant": "bold green", "user": "bold cyan", "tool": "bold yellow"}
 _FIRST_MESSAGES: Final = 3
@@ -176,20 +176,20 @@ class Person:
         self._shown: dict[str, int] = {}
         self._numbers = itertools.count(1)
 
-    def answer(self, asked: Asked) -> Message | None:
+    def answer(self, request: PersonRequest) -> Message | None:
         """Returns None at the end of the input. Blocks."""
         if not self._shown:
             self._say(_HELP)
-        agent = asked.line.partition("/")[2]
+        agent = request.line.partition("/")[2]
         if agent:
             self._say(f"Agent {agent}:")
-        show_messages(self._console, asked.messages[self._shown.get(asked.line, 0) :])
+        show_messages(self._console, request.messages[self._shown.get(request.line, 0) :])
         # The answer itself is the next message; the person has typed it, and need not see it.
-        self._shown[asked.line] = len(asked.messages) + 1
-        for tool in asked.tools:
+        self._shown[request.line] = len(request.messages) + 1
+        for tool in request.tools:
             self._say(f"  !{_signature(tool['function'])}")
         try:
-            return self._typed(asked.tools)
+            return self._typed(request.tools)
         except EOFError:
             return None
 

@@ -105,14 +105,14 @@ class SignalStop(Stop):
         on_signals(self._on_signal)
 
     def detach(self) -> None:
-        if not self.asked:
+        if not self.requested:
             off_signals()
         super().detach()
 
     def _on_signal(self) -> None:
         if self.cancelled:
             self._kill()
-        elif self.asked:
+        elif self.requested:
             self.say("Stopping at once; again kills what does not end.")
             self.at_once()
             self._kill_after(CLOSING_SECONDS)

@@ -14,8 +14,7 @@ from envserver_records.errors import ConfigError
 from pydantic import ValidationError
 
 from ..registry import find
-from ..rollouts.scheduler import Share, targets
-from ..running.mix import Member, RunSpec, share_total
+from ..running.mix import Member, RunSpec, mixed
 from ..running.options import config_error, faults, options_of
 from ..settings.config import MixEntry, MixSettings
 from .command_line import CommandSpec
@@ -30,7 +29,7 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
     if entries is None:
         return None
     warn = once(to_stderr)
-    listed = []
+    specs, own = [], []
     for number, entry in enumerate(entries):
         over_file = (f"{place}[{number}]", {"env": entry.env})
         try:
@@ -38,22 +37,11 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | 
         except ConfigError as error:
             error.message = f"{entry.name}: {error.message}"
             raise
-        listed.append(settings)
-    if len(entries) > 1:
-        # Own: the entry itself sets it, and no flag, variable or file overrides it.
-        own = [
-            (steps := entry.env.get("total_steps")) is not None and steps == one.env.total_steps
-            for entry, one in zip(entries, listed, strict=True)
-        ]
-        listed = share_total(listed, own)
-    members = []
-    for entry, settings in zip(entries, listed, strict=True):
-        line = RunSpec(settings, entry.name, find(entry.name))
-        environment = line.make_environment()
-        share = Share(environment.name, entry.weight, entry.minimum_share)
-        members.append(Member(line, environment, share))
-    targets(member.share for member in members)  # refuses what cannot be
-    return members
+        specs.append(RunSpec(settings, entry.name, find(entry.name)))
+        # Whether the entry itself sets it, and no flag, variable or file overrides it.
+        steps = entry.env.get("total_steps")
+        own.append(steps is not None and steps == settings.env.total_steps)
+    return mixed(specs, [(entry.weight, entry.minimum_share) for entry in entries], own)
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:

@@ -57,6 +57,7 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.mix import alone
+        from ..running.serving import serving
         from .console import Console
         from .loop import run_loop, show_logs
         from .mixing import read_mix
@@ -65,12 +66,10 @@ def run(argv: list[str]) -> int:
     settings = members[0].spec.settings
     show_logs(settings)
     console = Console(stderr=True)
-    with lean_imports():
-        if settings.ray.address:
-            from ..running.ray_serving import ray_serving
+    if settings.ray.address:
+        from ..running.ray_serving import ray_serving
 
-            return run_loop(_serve(ray_serving(members), members, console))
-        from ..running.serving import serving
+        return run_loop(_serve(ray_serving(members), members, console))
     return run_loop(_serve(serving(members), members, console))
 
 

@@ -158,13 +158,13 @@ PERSON = "sim"
 """The model's name: the tokens are those of the simulated engine."""
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PersonRequest(msgspec.Struct, frozen=True):
     line: str
     messages: list[Message]
     tools: list[dict[str, Any]]
 
 
-Answer = Callable[[Asked], Message | None]
+Answer = Callable[[PersonRequest], Message | None]
 """Returns the assistant's message; None: the person has left. May block."""
 
 
@@ -194,9 +194,9 @@ class PersonEngine(SimEngine):
             yield chunks
 
     async def _ask(self, body: dict[str, Any], rollout_id: str) -> None:
-        asked = Asked(rollout_id, body.get("messages") or [], body.get("tools") or [])
+        request = PersonRequest(rollout_id, body.get("messages") or [], body.get("tools") or [])
         async with self._one_at_a_time:
-            message = await _in_daemon_thread(lambda: self._answer(asked))
+            message = await _in_daemon_thread(lambda: self._answer(request))
         if message is None:
             raise EngineRefused("The person who plays the model has left.", status=400)
         self._said[rollout_id] = assistant_text(_canonical(message))
@@ -258,9 +258,9 @@ async def ask(
     asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
 ) -> Answered:
     spec, environment, question = asking.spec, asking.environment, asking.question
-    asked = None if question is None else environment.task_from_question(question)
+    posed = None if question is None else environment.task_from_question(question)
     async with _parts(asking, person) as context:
-        task = asked if asked is not None else await _named_task(asking)
+        task = posed if posed is not None else await _named_task(asking)
         if spec.settings.debug:
             request = single_request(environment, task)
             trajectory = await run_here(context, environment, request, scored=_scored(question))

@@ -182,7 +182,7 @@ async def play(
 def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:
     try:
         return bool(environment.demonstration(task))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is told
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: reported
         problems.append(
             f"The demonstration of task {task.id!r} cannot be made: {type(error).__name__}: {error}"
         )

@@ -33,7 +33,7 @@ from ..registry import absolute
 from ..rollout_interface import HarnessSpec
 from ..rollouts.agents import Demonstrator, seats_of
 from ..rollouts.attempt import StalenessMonitor
-from ..rollouts.events import Event, Observer
+from ..rollouts.events import Observer
 from ..rollouts.group import RolloutContext
 from ..rollouts.policy import UntrainedCeiling
 from ..rollouts.provenance import made_with
@@ -199,16 +199,13 @@ async def shared_engine(
         yield SharedEngine(engine, endpoint, model, demonstrator, tracer, judge, fleet)
 
 
-def _ignore(event: Event) -> None: ...
-
-
 @contextlib.asynccontextmanager
 async def rollout_context(
     settings: Settings,
     environment: Environment,
     env_reference: str,
     *,
-    observer: Observer = _ignore,
+    observer: Observer = lambda event: None,
     need_engine: bool = True,
     need_exact: bool = False,
     drop_zero_variance: bool = False,

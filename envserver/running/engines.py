@@ -100,7 +100,7 @@ def make_endpoint(
     engine: Engine,
     *,
     model: str = "",
-    is_elsewhere: bool = False,
+    is_other: bool = False,
     gate: Gate | None = None,
 ) -> EngineEndpoint:
     """How to call the engine is found out at the first call. The simulated engine and engines that
@@ -108,11 +108,11 @@ def make_endpoint(
 
     Args:
         model: model name to request, if it is not the engine's default.
-        is_elsewhere: this is not the rollouts' engine, so settings for that engine do not apply.
+        is_other: this is not the rollouts' engine, so settings for that engine do not apply.
         gate: the engine's gate, if it has a source already.
     """
     tokens = settings.tokens.model_copy(update={"tokenizer": None}) if model else settings.tokens
-    if is_elsewhere:
+    if is_other:
         tokens = tokens.model_copy(update={"experts": False})
     if engine.kind == SIMULATED or not engine.exact:
         if tokens.experts:
@@ -121,10 +121,10 @@ def make_endpoint(
 
     async def find() -> Capabilities:
         name = model or await engine.model_name()
-        asked = await any_model(engine) if VERSION_PLACEHOLDER in name else name
-        mode = "auto" if is_elsewhere else settings.openai.mode
-        probe_result = await probe(engine, wanted=mode, model=asked)
-        template_kwargs = None if is_elsewhere else settings.openai.default_template_kwargs
+        served = await any_model(engine) if VERSION_PLACEHOLDER in name else name
+        mode = "auto" if is_other else settings.openai.mode
+        probe_result = await probe(engine, wanted=mode, model=served)
+        template_kwargs = None if is_other else settings.openai.default_template_kwargs
         capabilities = await asyncio.to_thread(
             capabilities_of, probe_result, tokens, template_kwargs
         )
@@ -181,7 +181,7 @@ def _say(line: str) -> None:
 class OwnEndpoint(msgspec.Struct, frozen=True):
     endpoint: EngineEndpoint
     model: str
-    is_elsewhere: bool
+    is_other: bool
 
 
 @contextlib.asynccontextmanager
@@ -224,7 +224,7 @@ async def own_endpoints(
                 raise
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
-            made = make_endpoint(settings, own, gate=gate, model=model, is_elsewhere=True)
+            made = make_endpoint(settings, own, gate=gate, model=model, is_other=True)
             found[name] = OwnEndpoint(made, model, True)
         yield found
 

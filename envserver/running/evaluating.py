@@ -198,7 +198,7 @@ async def evaluate_members(
         failures = await _Evaluating(choice, view, shared, stop, tracked, makers).run(parts)
         if shared.judge is not None:
             view.say(judge_line(shared.judge))
-        done = _reported(folder, parts, failures, view, stopped=stop.asked)
+        done = _reported(folder, parts, failures, view, stopped=stop.requested)
         if tracked is not None and done.report is not None:
             tracked.summary(summary_scalars(done.report))
         return done
@@ -238,7 +238,7 @@ class _Evaluating:
                 failures.append(failure)
                 if len(parts) > 1:
                     self.view.say(f"{name}: {failure.message}")
-            if self.stop.asked:
+            if self.stop.requested:
                 break
         return failures
 
@@ -253,13 +253,13 @@ class _Evaluating:
                 failure = error
             if part.begun:
                 run.write_tasks()
-            if self.stop.asked or failure is not None:
+            if self.stop.requested or failure is not None:
                 break
         if not part.begun:
             return failure
         part.noted.evaluated = msgspec.structs.replace(
             part.evaluated,
-            complete=not self.stop.asked and failure is None,
+            complete=not self.stop.requested and failure is None,
             finished_at=time.time(),
         )
         bounds = range_of(part.environment)
@@ -308,10 +308,10 @@ class _Evaluating:
 
 def _check_passable(part: _Part, choice: Choice) -> None:
     environment = part.environment
-    bounds, asked = range_of(environment), choice.view.pass_at
-    if asked is not None and not bounds.low < asked <= bounds.high:
+    bounds, pass_at = range_of(environment), choice.view.pass_at
+    if pass_at is not None and not bounds.low < pass_at <= bounds.high:
         raise ConfigError(
-            f"--pass_at {asked:g} is outside of the rewards of {environment.name!r}: "
+            f"--pass_at {pass_at:g} is outside of the rewards of {environment.name!r}: "
             f"({bounds.low:g}, {bounds.high:g}].",
             hint=f"A task is solved at {bounds.solved_at:g}.",
         )

@@ -32,7 +32,6 @@ from .tracking import Tracking
 
 if TYPE_CHECKING:
     from ..store import Store
-    from .held_out_run import Made
 
 _KEY: Final = "evaluations"
 _KEPT: Final = 1000
@@ -179,7 +178,8 @@ class Evaluations:
         await self._save()
         _log.info("evaluation.begins", version=version, folder=record.folder)
         try:
-            self._note(record, await self._made(Path(record.folder), again=again))
+            results, sampled_by = await self._made(Path(record.folder), again=again)
+            self._note(record, results, sampled_by)
         except EnvserverError as error:
             record.state, record.error = "failed", str(error)
             # A wrong setting, such as a split without tasks, stays wrong.
@@ -207,7 +207,7 @@ class Evaluations:
         self._records.append(record)
         return record, False
 
-    async def _made(self, folder: Path, *, again: bool) -> Made:
+    async def _made(self, folder: Path, *, again: bool) -> tuple[dict[str, float], dict[str, int]]:
         # Imported here: a server that evaluates nothing starts with 35 modules less.
         from .held_out_run import evaluated
 
@@ -216,8 +216,8 @@ class Evaluations:
             room = msgspec.structs.replace(room, endpoint=room.endpoint.pinned())
         return await evaluated(room, self._members, self.config, self._pricing, folder, again=again)
 
-    def _note(self, record: HeldOut, made: Made) -> None:
-        record.results, record.sampled_by = made.results, made.sampled_by
+    def _note(self, record: HeldOut, results: dict[str, float], sampled_by: dict[str, int]) -> None:
+        record.results, record.sampled_by = results, sampled_by
         record.rollouts = sum(record.sampled_by.values())
         record.other_versions = record.rollouts - record.sampled_by.get(str(record.version), 0)
         record.state = "complete"

@@ -22,11 +22,6 @@ from .evaluating import Choice, EvaluatedEnvironment, evaluate_on
 from .mix import Member, RunSpec
 
 
-class Made(msgspec.Struct, frozen=True):
-    results: dict[str, float]
-    sampled_by: dict[str, int]
-
-
 async def evaluated(
     room: SharedEngine,
     served: Sequence[Member[MixSettings]],
@@ -35,8 +30,10 @@ async def evaluated(
     folder: Path,
     *,
     again: bool,
-) -> Made:
-    """`again`: it was begun before in this folder; what fits the settings of now is kept."""
+) -> tuple[dict[str, float], dict[str, int]]:
+    """Returns its results, and its rollouts by policy version; see `held_out.HeldOut`.
+    `again`: it was begun before in this folder; what fits the settings of now is kept.
+    """
     members = [_member(one, config) for one in served]
     view = View(
         pass_at=config.pass_at,
@@ -56,10 +53,8 @@ async def evaluated(
     ready(_Line)
     folders = [done.folder if len(members) == 1 else done.folder / one.name for one in members]
     paths = [path for one in folders if (path := groups_path(one)).exists()]
-    return Made(
-        results={} if done.report is None else summary_scalars(done.report),
-        sampled_by=dict(await asyncio.to_thread(sampled_by, paths)),
-    )
+    results = {} if done.report is None else summary_scalars(done.report)
+    return results, dict(await asyncio.to_thread(sampled_by, paths))
 
 
 def sampled_by(paths: Sequence[Path]) -> Counter[str]:

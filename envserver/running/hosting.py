@@ -279,10 +279,6 @@ def _no_version() -> int:
     return UNKNOWN_VERSION
 
 
-def loaded_parts(members: Members) -> list[str]:
-    return [f"{part}:{one.environment.name}" for one in members for part in ("workers", "scorers")]
-
-
 def _observer(
     tally: Tally,
     numbers: RolloutNumbers,

@@ -80,12 +80,12 @@ def make_venv(place: Path) -> Interpreter:
     folder = place / VENV
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     python = folder / "bin" / "python"
-    asked = subprocess.run(
+    printed = subprocess.run(
         [python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"],
         check=True,
         capture_output=True,
     )
-    own_path = list(filter(None, json.loads(asked.stdout)))
+    own_path = list(filter(None, json.loads(printed.stdout)))
     _claim_ours(next(Path(entry) for entry in own_path if entry.endswith("site-packages")))
     return Interpreter(executable=str(python), own_path=own_path, version=this_version())
 

@@ -41,11 +41,6 @@ async def judge_of(config: JudgeConfig, folder: Path) -> AsyncIterator[JudgeServ
         yield judge
 
 
-def kept_answers(config: JudgeConfig) -> JudgeConfig:
-    """For an output that is not kept."""
-    return config.model_copy(update={"cache": config.cache or Path("data", CACHE_NAME)})
-
-
 def folder_of(place: str) -> Path:
     """`data` for a database on another machine."""
     return Path("data") if "://" in place else Path(place).parent

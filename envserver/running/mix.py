@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ from envserver_records.errors import ConfigError, EnvserverError, StoreError, St
 from ..environment import Environment
 from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
 from ..rollouts.events import Event, GroupDelivered, GroupDropped
-from ..rollouts.scheduler import Scheduler, Share
+from ..rollouts.scheduler import Scheduler, Share, targets
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
 from ..settings.config import EnvironmentSettings, MixSettings
@@ -88,6 +88,25 @@ def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
         )
         for one, its_own in zip(listed, own, strict=True)
     ]
+
+
+def mixed(
+    specs: Sequence[RunSpec[M]],
+    shares: Sequence[tuple[float, float]],
+    own: Sequence[bool],
+) -> list[Member[M]]:
+    """Makes the environments of a mix, each with its weight and minimum share.
+    `own`: see `share_total`.
+    """
+    if len(specs) > 1:
+        shared = share_total([spec.settings for spec in specs], own)
+        specs = [replace(spec, settings=one) for spec, one in zip(specs, shared, strict=True)]
+    members = []
+    for spec, share in zip(specs, shares, strict=True):
+        environment = spec.make_environment()
+        members.append(Member(spec, environment, Share(environment.name, *share)))
+    targets(member.share for member in members)  # raises where shares cannot be
+    return members
 
 
 class Several:
@@ -177,17 +196,17 @@ async def curriculum_of_store(
     )
 
 
-def _look(store: Store, loop: asyncio.AbstractEventLoop, asked: list[GroupRequest]) -> Known:
-    return asyncio.run_coroutine_threadsafe(_ask(store, asked), loop).result()
+def _look(store: Store, loop: asyncio.AbstractEventLoop, requests: list[GroupRequest]) -> Known:
+    return asyncio.run_coroutine_threadsafe(_ask(store, requests), loop).result()
 
 
-async def _ask(store: Store, asked: list[GroupRequest]) -> Known:
+async def _ask(store: Store, requests: list[GroupRequest]) -> Known:
     """Retries until the store answers."""
-    env, split = asked[0].env, asked[0].split
+    env, split = requests[0].env, requests[0].split
     while True:
         try:
-            made = await store.made([request.group_id for request in asked])
-            ids = list({request.task.id for request in asked})
+            made = await store.made([request.group_id for request in requests])
+            ids = list({request.task.id for request in requests})
             return Known(made, await store.estimates_of(env, split, ids))
         except StoreLost:
             raise
@@ -257,9 +276,9 @@ class Book:
         own, later = self._more
         return len(self._made) - again + own, again + later
 
-    def _look(self, asked: list[GroupRequest]) -> Known:
-        found = ((one.task.id, self._estimates.get(one.task.id)) for one in asked)
-        ids = [request.group_id for request in asked]
+    def _look(self, requests: list[GroupRequest]) -> Known:
+        found = ((one.task.id, self._estimates.get(one.task.id)) for one in requests)
+        ids = [request.group_id for request in requests]
         return Known(
             self._made.intersection(ids) | (self._known(ids) if self._known else set()),
             {task_id: estimate for task_id, estimate in found if estimate is not None},

@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -41,7 +41,6 @@ from ..evaluation.folders import View
 from ..evaluation.perturbations import askings
 from ..registry import entry_point_names, find
 from ..registry.hosted import HostedEnvironment
-from ..rollouts.scheduler import Share, targets
 from ..sandbox.places import temporary_folder
 from ..settings.config import EnvironmentSettings, MixSettings
 from ..settings.section import Section
@@ -51,8 +50,8 @@ from . import replaying, rescoring, scoring, verifying
 from .evaluating import Choice, EvaluatedEnvironment, Evaluation, evaluate_members
 from .group_run import Give, GroupRun, process_run
 from .hosting import Members
-from .judging import kept_answers
-from .mix import Member, RunSpec, alone, share_total
+from .judging import CACHE_NAME
+from .mix import Member, RunSpec, alone, mixed
 from .options import (
     Option,
     config_error,
@@ -145,15 +144,8 @@ def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Mem
     if not weights:
         raise UsageError("No environment is given.")
     specs = [spec_of(kind, reference, settings) for reference in weights]
-    if len(specs) > 1:
-        shared = share_total([spec.settings for spec in specs], [False] * len(specs))
-        specs = [replace(spec, settings=one) for spec, one in zip(specs, shared, strict=True)]
-    members = []
-    for spec, weight in zip(specs, weights.values(), strict=True):
-        environment = spec.make_environment()
-        members.append(Member(spec, environment, Share(environment.name, weight)))
-    targets(member.share for member in members)  # raises where shares cannot be
-    return members
+    shares = [(weight, 0.0) for weight in weights.values()]
+    return mixed(specs, shares, [False] * len(specs))
 
 
 def reference_of(environment: AnyEnvironment) -> str:
@@ -488,6 +480,7 @@ async def score(
             source.write_text("".join(json.dumps(dict(row)) + "\n" for row in rows))
         given = {**settings, "input": source, "out": target}
         spec = spec_of(ScoreSettings, environment, given)
+        judge = spec.settings.judge  # its answers are kept, unlike the output
         summary = await scoring.run_score(
             spec.reference,
             spec.settings.env.model_dump(mode="json"),
@@ -495,7 +488,7 @@ async def score(
             target,
             processes=spec.settings.processes,
             sandbox=spec.settings.sandbox,
-            judge=kept_answers(spec.settings.judge),
+            judge=judge.model_copy(update={"cache": judge.cache or Path("data", CACHE_NAME)}),
         )
         lines = (await asyncio.to_thread(target.read_text)).splitlines()
         scored = [json.loads(line) for line in lines]

@@ -138,7 +138,7 @@ def _record(source: str, group: StoredGroup, rollout: StoredRollout, raw: dict[s
         if kept:
             exchanges = recorded_calls(calls_in(raw), rollout.rollout_id, agents)
         else:
-            exchanges = _exchanges(rollout, agents, _nobody_trained(facts))
+            exchanges = _exchanges(rollout, agents, _none_trained(facts))
         services = service_calls_in(raw)
     except InputError as error:
         raise InputError(
@@ -166,7 +166,7 @@ def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> li
     return exchanges
 
 
-def _nobody_trained(facts: dict[str, Any]) -> bool:
+def _none_trained(facts: dict[str, Any]) -> bool:
     agents = (facts.get("rendering") or {}).get("agents") or {}
     return bool(agents) and not any(agent.get("trained", True) for agent in agents.values())
 

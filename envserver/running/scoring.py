@@ -144,7 +144,7 @@ async def open_scorers(
     judge = judge or JudgeConfig()
     async with (
         sandboxes_of(environment, sandbox or SandboxConfig()) as service,
-        judge_of(judge, judge_folder) as asked,
+        judge_of(judge, judge_folder) as opened_judge,
     ):
         address = service.address if service is not None else None
         async with ScorerPool(
@@ -152,10 +152,10 @@ async def open_scorers(
             env_config,
             scorer_processes(processes, judge),
             sandbox_address=address,
-            judge=asked,
+            judge=opened_judge,
             **options,
         ) as pool:
-            yield OpenScorers(pool, address, asked)
+            yield OpenScorers(pool, address, opened_judge)
 
 
 MAX_LINE_BYTES = 4 << 20

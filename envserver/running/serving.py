@@ -25,7 +25,7 @@ from ..telemetry.alarms import AlarmBook
 from ..telemetry.history import Name, numbers_of
 from ..trainers.status import AlarmWatch
 from .bootstrap import BootstrapServer, bootstrap_server
-from .hosting import Hosted, Members, hosted, loaded_parts
+from .hosting import Hosted, Members, hosted
 from .judging import judge_line
 from .mix import Several
 from .stopping import Ending, Stop, Stoppable, run_until_stopped
@@ -115,8 +115,8 @@ class Serving(ServingBase):
             _log.warning("drain_overdue", groups=cut_off, drain_seconds=seconds)
         auditor = self._host.auditor
         audit = auditor.summary() if auditor.fraction else ""
-        asked = self._host.room.judge
-        judge = judge_line(asked) if asked is not None else ""
+        engine = self._host.room.judge
+        judge = judge_line(engine) if engine is not None else ""
         return Served(ending, await self._waiting(), cut_off, audit, judge)
 
     async def _run_then_wait(self, say: Callable[[str], object]) -> None:
@@ -131,14 +131,14 @@ class Serving(ServingBase):
 async def serving(members: Members) -> AsyncIterator[Serving]:
     settings = members[0].spec.settings
     check_alike(members)
-    expected = ["engine", *loaded_parts(members)]
     names = [one.share.name for one in members]
+    loaded = (f"{part}:{name}" for name in names for part in ("workers", "scorers"))
     async with (
         bootstrap_server(
             settings.server,
             settings.telemetry,
             settings.store,
-            expected,
+            ["engine", *loaded],
             shared=settings.store_shared,
         ) as opened,
         tracking(

@@ -24,7 +24,7 @@ class Stop:
     """Asks one run to stop. Call its methods only in the thread of the run's event loop."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self.cancelled = False
         self._scheduler: Stoppable | None = None
         self._drain: Callable[[], None] = _nothing
@@ -36,13 +36,13 @@ class Stop:
 
     def finish(self) -> None:
         """Lets no further group begin; the run ends when the open ones are done."""
-        if not self.asked:
-            self.asked = True
+        if not self.requested:
+            self.requested = True
             self._drain()
 
     def at_once(self) -> None:
         """Cancels the open groups."""
-        self.asked = self.cancelled = True
+        self.requested = self.cancelled = True
         self._cancel()
 
     def attach(
@@ -52,7 +52,7 @@ class Stop:
         self._scheduler, self._drain, self._cancel = scheduler, drain, cancel
         if self.cancelled:
             cancel()
-        elif self.asked:
+        elif self.requested:
             drain()
 
     def detach(self) -> None:
@@ -103,7 +103,7 @@ async def run_until_stopped(
         stop.detach()
     if overdue:
         return "overdue"
-    return "stopped" if stop.asked else "done"
+    return "stopped" if stop.requested else "done"
 
 
 def _nothing() -> None: ...

@@ -357,7 +357,7 @@ class _Lane:
         except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever another's code raises)
             self._tell(f"{type(error).__name__}: {error}")
             while self._calls.get() is not None:
-                pass  # nobody waits, and nothing piles up
+                pass  # so that nothing piles up
 
     def _tell(self, reason: str) -> None:
         if not self._has_failed:
