@@ -58,16 +58,16 @@ def leaderboard_verdict(submitted: Any, ground_truth: str) -> bool:
 def extract_answer(output: Any) -> str | None:
     """Returns the text after the last "FINAL ANSWER:", or all of it, without one pair of brackets,
     quotes or double stars around it."""
-    text = as_text(output)
-    if text is None:
-        return None
-    answer = _unwrapped(_MARKER.split(text)[-1].strip())
+    answer = _submitted(output)
     return answer if answer and len(answer) <= MAX_ANSWER_CHARACTERS else None
 
 
 def is_too_long(output: Any) -> bool:
-    text = as_text(output) or ""
-    return len(_unwrapped(_MARKER.split(text)[-1].strip())) > MAX_ANSWER_CHARACTERS
+    return len(_submitted(output)) > MAX_ANSWER_CHARACTERS
+
+
+def _submitted(output: Any) -> str:
+    return _unwrapped(_MARKER.split(as_text(output) or "")[-1].strip())
 
 
 def as_text(value: Any) -> str | None:
@@ -309,7 +309,17 @@ def judge(task: Task, result: Result, config: Gaia.Config) -> Score:
     answer, too_long = extract_answer(submitted), is_too_long(submitted)
     answered = answer is not None or too_long
     trail = trail_of(result.messages, result.turns)
-    facts = _facts(task, result, answer, trail, config)
+    facts = Facts(
+        correct=answer is not None and question_scorer(answer, str(task.hidden["answer"])),
+        turns=result.turns,
+        turn_limit=config.max_turns,
+        tokens=result.completion_tokens,
+        token_limit=config.max_completion_tokens,
+        steps=trail.steps,
+        malformed=trail.malformed,
+        failed=trail.failed,
+        grounded=answer is not None and _was_observed(answer, trail.observed),
+    )
     found = items(facts, config.rubric)
     folded = fold(found, config.rubric)
     leaked = _was_leaked(task, result, trail)
@@ -336,22 +346,6 @@ def _reward(folded: float, config: Gaia.Config, *, answered: bool, leaked: bool)
     if not answered and config.unfinished == "drop":
         return None
     return max(0.0, folded)
-
-
-def _facts(
-    task: Task, result: Result, answer: str | None, trail: Trail, config: Gaia.Config
-) -> Facts:
-    return Facts(
-        correct=answer is not None and question_scorer(answer, str(task.hidden["answer"])),
-        turns=result.turns,
-        turn_limit=config.max_turns,
-        tokens=result.completion_tokens,
-        token_limit=config.max_completion_tokens,
-        steps=trail.steps,
-        malformed=trail.malformed,
-        failed=trail.failed,
-        grounded=answer is not None and _was_observed(answer, trail.observed),
-    )
 
 
 def _was_leaked(task: Task, result: Result, trail: Trail) -> bool:

@@ -179,10 +179,9 @@ def chain(agents: tuple[str, ...]) -> Plan:
 def _padded(gold: Plan) -> Plan:
     """Returns `gold` preceded by a chain of agents that its first steps do not need."""
     agents = tuple(a for a in ("search", "math", "code") if a != gold.in_order()[0].agent)
-    before = list(chain(agents).steps)
-    before = [Step(f"p{s.id}", s.agent, s.tool, s.args, ()) for s in before[:1]] + [
+    before = [
         Step(f"p{s.id}", s.agent, s.tool, s.args, tuple(f"p{name}" for name in s.depends_on))
-        for s in before[1:]
+        for s in chain(agents).steps
     ]
     steps = [
         s if s.depends_on else Step(s.id, s.agent, s.tool, s.args, (before[-1].id,))

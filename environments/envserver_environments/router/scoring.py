@@ -170,7 +170,8 @@ async def score_rollout(
     if plan is None:
         return Score(reward=0.0, components=_components(NOTHING, valid=0.0), metrics=metrics)
     metrics["steps"] = float(len(plan.steps))
-    alike = _alike(plan, task)
+    gold = task.hidden["plan"]
+    alike = None if gold is None else likeness(plan, plan_of(gold))
     components = _components(alike, valid=1.0)
     if execute and task.hidden["answer"] is not None:
         components["outcome"] = await outcome(task, model_plan, sandboxes)
@@ -216,11 +217,6 @@ async def outcome(task: Task, model_plan: ModelPlan, sandboxes: Sandboxes | None
             return max(_is_number(gold, model_plan.answer) for gold in answer["answers"])
     given = normalize_answer(model_plan.answer or "")
     return float(bool(given) and given in map(normalize_answer, answer["answers"]))
-
-
-def _alike(plan: Plan, task: Task) -> Likeness | None:
-    gold = task.hidden["plan"]
-    return None if gold is None else likeness(plan, plan_of(gold))
 
 
 def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:

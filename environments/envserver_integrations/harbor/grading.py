@@ -171,8 +171,7 @@ def _copied(tree: Tree, folder: Path, workdir: str, rest: str) -> str:
                 continue
             keep_name = path.is_file() or source in (".", "./")
             at = below / path.name if into and keep_name else below
-            files = {"": path} if path.is_file() else {}
-            named = _files(path) if path.is_dir() else {"": entry_of(files[""])}
+            named = _files(path) if path.is_dir() else {"": entry_of(path)}
             tree.update({str(at / name): entry for name, entry in named.items()})
     return ""
 

@@ -9,7 +9,7 @@ import math
 import random
 import shutil
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -279,26 +279,13 @@ class _Server:
         """The state of one attempt: a session, in which its episode has begun."""
         if self._schema is None:
             self._schema = await action_schema(self._http, self._url, self._timeouts)
-        async with AsyncExitStack() as stack:
-            opened, first = await self._begun(stack, task.public["reset"])
-            yield await _play(opened, first, self._schema)
-
-    async def _begun(
-        self, stack: AsyncExitStack, arguments: Mapping[str, Any]
-    ) -> tuple[Session, StepResult]:
+        blames_model = self._config.server_errors == "model"
         deadline = asyncio.get_running_loop().time() + self._config.wait_seconds
         while True:
-            async with AsyncExitStack() as trying:
-                one = await trying.enter_async_context(
-                    session(
-                        self._http,
-                        self._url,
-                        self._timeouts,
-                        blames_model=self._config.server_errors == "model",
-                    )
-                )
+            connecting = session(self._http, self._url, self._timeouts, blames_model=blames_model)
+            async with connecting as opened:
                 try:
-                    first = await one.reset(arguments)
+                    first = await opened.reset(task.public["reset"])
                 except Full:
                     if asyncio.get_running_loop().time() > deadline:
                         raise ServiceError(
@@ -306,8 +293,8 @@ class _Server:
                             hint="Set --rollouts.max_concurrent to the number of its sessions.",
                         ) from None
                 else:
-                    stack.push_async_exit(trying.pop_all())
-                    return one, first
+                    yield await _play(opened, first, self._schema)
+                    return
             await asyncio.sleep(_AGAIN_SECONDS * (0.5 + random.random()))  # not all at once
 
 
