@@ -13,7 +13,6 @@ from envserver_records.tasks import Split
 from pydantic import AfterValidator, ConfigDict, Field
 
 from ..settings.section import Described
-from ..store import packed
 
 GROUP_MSGPACK: Final = "application/vnd.envserver.group+msgpack"
 """Media type of a posted group: a packed `records.Group`."""
@@ -207,6 +206,8 @@ MOST_BYTES: Final = 16 * 1024 * 1024
 
 def compressed(body: bytes) -> bytes:
     """Compresses a packed group into one zstd frame, if that is smaller. CPU work."""
+    from ..store import packed  # the command line imports this module for its patterns
+
     return packed.smaller(body) or body
 
 
