@@ -19,6 +19,7 @@ from support.api import Api, head_or_answer, running_api
 from support.commands import free_port, running, until
 from support.sampled import PROMPT, SAMPLED, Engine, group
 from support.waiting import PATIENCE, settled
+from support.waiting import until as until_async
 
 from envserver.http import access as module
 from envserver.http.access import (
@@ -310,10 +311,11 @@ async def test_an_audit_waits_while_the_weights_change(in_flight: InFlight) -> N
         while not engine.in_flight:
             await asyncio.sleep(0)
         await gate.pause(in_flight, 1)
+        await until_async(lambda: auditor.report()["rows_not_compared"])
+        assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
         auditor.offer(trajectories("b")[0])
         await settled()
         asked = engine.asked
-        assert auditor.report()["rows_not_compared"] == {"weights_changed": 1}
         gate.resume()
     assert (asked, engine.asked, auditor.report()["rows"]) == (1, 2, 1)
 
