@@ -18,8 +18,7 @@ import openai
 import pytest
 from envserver_local.simulated import ASSETS
 from envserver_local.simulated.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver_local.simulated.policy import REFUSALS, Solution
-from envserver_local.simulated.wording import spoiled_answer
+from envserver_local.simulated.policy import REFUSALS, Solution, spoiled_answer
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused, EngineUnavailable
 from envserver_records.records import Task
 from hypothesis import given, settings
