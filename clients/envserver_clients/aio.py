@@ -137,10 +137,8 @@ class EnvClient:
     # The run
 
     async def register(self) -> dict[str, Any]:
-        """Creates or continues the run; returns what the server knows about it.
-
-        Raises:
-            ConflictError: a run of this name has another delivery.
+        """Creates or continues the run; returns what the server knows about it. Raises
+        ConflictError: a run of this name has another delivery.
         """
         return await self._json("POST", "/v1/runs", self._about)
 
@@ -148,12 +146,9 @@ class EnvClient:
         """Goes back to a checkpoint: groups acknowledged after it are delivered again in their old
         order, and open leases of the run are given back.
 
-        Args:
-            checkpoint: name that was last passed to `ack`. None: the trainer starts from scratch,
-                and everything that the run ever acknowledged is delivered again.
-
-        Raises:
-            NotFoundError: the run has no such checkpoint.
+        `checkpoint`: name that was last passed to `ack`. None: the trainer starts from scratch, and
+        everything that the run ever acknowledged is delivered again. Raises NotFoundError: the run
+        has no such checkpoint.
         """
         since = {"from_start": True} if checkpoint is None else {"checkpoint": checkpoint}
         # The key makes a late copy of this request harmless.
@@ -210,9 +205,7 @@ class EnvClient:
     ) -> AsyncGenerator[Batch, None]:
         """Yields batches without end; requests each one when the one before is done.
 
-        Args:
-            whole, wanted: as for `lease`.
-            idle_seconds: end after this time without a batch.
+        Arguments as for `lease`. `idle_seconds`: end after this time without a batch.
         """
         while True:
             idle_until = None if idle_seconds is None else time.monotonic() + idle_seconds
@@ -325,13 +318,10 @@ class EnvClient:
     async def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
         """Reports that the batch was trained on, so it is never delivered again. Idempotent.
 
-        Args:
-            batch: a batch, or its `lease_id` as stored in a checkpoint.
-            checkpoint: name of the checkpoint that was just saved and holds what was learned from
-                this batch and all earlier ones; `resume` goes back to it.
-
-        Raises:
-            ConflictError: the lease expired and other runs have its groups.
+        `batch`: or its `lease_id` as stored in a checkpoint. `checkpoint`: name of the checkpoint
+        that was just saved and holds what was learned from this batch and all earlier ones;
+        `resume` goes back to it. Raises ConflictError: the lease expired and other runs have its
+        groups.
         """
         await self._close_lease("ack", batch, checkpoint=checkpoint)
 
@@ -394,15 +384,11 @@ class EnvClient:
     async def tasks(
         self, environment: str, *, split: Split | None = None, after: int = 0, limit: int = 100
     ) -> list[TaskSummary]:
-        """Returns the tasks of an environment in their order, without their hidden parts.
+        """Returns up to `limit` tasks of an environment after the first `after`, without hidden
+        parts.
 
-        Args:
-            split: default: the one that the server serves.
-            after: number of tasks to skip.
-            limit: maximum number of tasks.
-
-        Raises:
-            NotFoundError: the server does not have the environment.
+        `split`: default: the one that the server serves. Raises NotFoundError: the server does not
+        have the environment.
         """
         query = {"environment": environment, "split": split}
         return await self._pages("/v1/tasks", query, TaskPage, "a page of tasks", after, limit)
@@ -417,10 +403,8 @@ class EnvClient:
     ) -> list[TaskEstimate]:
         """Returns how often each task is solved; tasks that were never scored are left out.
 
-        Args:
-            environment, split: only tasks of these. Default: all.
-            after: only tasks with a larger `number`.
-            limit: maximum number of tasks. Default: all.
+        `after`: only tasks with a larger `number`. Default: all tasks of all environments and
+        splits.
         """
         query = {"environment": environment, "split": split}
         what = "a page of estimates"
@@ -476,7 +460,7 @@ class EnvClient:
         order["group_size"] = group_size
         if split is not None:
             order["split"] = split
-        headers = new_key() if key is None else {"idempotency-key": key}
+        headers = {"idempotency-key": key} if key else new_key()
         until = time.monotonic() + timeout_seconds
         while True:
             wait = _wait_seconds(until)
@@ -502,13 +486,9 @@ class EnvClient:
     ) -> bool:
         """Stops new model calls from reaching the engine, for a weight update.
 
-        Args:
-            in_flight: what happens to running calls: "drain" (they end first), "keep" (they
-                continue across the update, and are marked), "abort" (they are repeated afterwards).
-            timeout_seconds: how long to wait for running calls.
-
-        Returns:
-            Whether no call is running any more (always True with "keep"). Paused in any case.
+        Running calls end first ("drain"), continue across the update, and are marked ("keep"), or
+        are repeated afterwards ("abort"). Returns whether no call is running any more after
+        `timeout_seconds` (always True with "keep"). Paused in any case.
         """
         body = {"in_flight": in_flight, "timeout_seconds": timeout_seconds}
         answer = await self._json(
@@ -526,14 +506,9 @@ class EnvClient:
     ) -> dict[str, Any]:
         """Registers an engine that serves the weights of `version`; again: updates its version.
 
-        Args:
-            wait_seconds: maximum wait for the check of a new engine.
-
-        Returns:
-            Its row of GET /v1/engines: `id`, `standing`, `reason` ...
-
-        Raises:
-            ConflictError: the engine differs from the server's others.
+        Returns its row of GET /v1/engines: `id`, `standing`, `reason` ... Waits up to
+        `wait_seconds` for the check of a new engine. Raises ConflictError: the engine differs from
+        the server's others.
         """
         body: dict[str, Any] = {"url": url, "wait_seconds": wait_seconds}
         if version is not None:

@@ -3,14 +3,13 @@
     python -m envserver_clients.proof --output out/proof [--seeds 5] [--steps 40] [--jobs 1]
     python -m envserver_clients.proof --output out/proof-half --start half   # hours, not minutes
 
-Runs `envserver_clients.learn` for each task (`sort`: one answer; `tool`: several turns with a
-calculator) and seed, and once with rewards shuffled within each group. All runs of a task start
-from one tiny model, which knows the task and was spoiled (`spoiled`), or was taught it by half:
-from right answers only, ended early (`half`). The curve that counts is the held-out one: the server
-asks questions that training never asks of one policy version while the trainer waits. Baselines on
-the same questions: the start, sampled and greedy; and the start after supervised training on the
-expert's demonstrations of the questions that training asks. Out: a folder per run, `proof.json`,
-`proof.png`, and `SHA256SUMS` of the metrics. A run that is complete is not repeated.
+Runs `envserver_clients.learn` for each task and seed, and once with rewards shuffled within each
+group. All runs of a task start from one tiny model, which knows the task and was spoiled
+(`spoiled`), or was taught it by half: from right answers only, ended early (`half`). The curve that
+counts is the held-out one. Baselines on the same questions: the start, sampled and greedy; and the
+start after supervised training on the expert's demonstrations of the questions that training asks.
+Out: a folder per run, `proof.json`, `proof.png`, and `SHA256SUMS` of the metrics. A run that is
+complete is not repeated.
 """
 
 from __future__ import annotations

@@ -44,13 +44,8 @@ class JudgeUsage(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
 
     def __add__(self, other: JudgeUsage) -> JudgeUsage:
-        return JudgeUsage(
-            calls=self.calls + other.calls,
-            cached=self.cached + other.cached,
-            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
-            completion_tokens=self.completion_tokens + other.completion_tokens,
-            seconds=self.seconds + other.seconds,
-        )
+        names = self.__struct_fields__
+        return JudgeUsage(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
     def shared(self, count: int) -> Iterator[JudgeUsage]:
         """Yields `count` nearly equal parts, which add up to this."""

@@ -26,16 +26,8 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 _FOREIGN = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "use_beam_search",
-    "prompt_embeds",
-    "suffix",
-    "truncate_prompt_tokens",
-    "bad_words",
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("use_beam_search", "prompt_embeds", "suffix", "truncate_prompt_tokens", "bad_words"),
     "logits_processors",
 )
 

@@ -6,11 +6,8 @@ views and copies nothing. The block grows as needed; an answer moves only to clo
 
 Attention is registered with transformers under NAME. With one query per row (a decoding step) it
 computes two batched products over the heads that share keys, without copying the keys for each
-head. With more queries (a prompt) it calls torch's fused attention.
-
-A conversation continues its last prompt and answer, and the rollouts of a group share a prompt:
-both reuse earlier computations. Cached prefixes belong to one set of weights and one adapter, so a
-change of weights clears them.
+head; with more (a prompt) it calls torch's fused attention. Cached prefixes belong to one set of
+weights and one adapter, so a change of weights clears them.
 """
 
 from __future__ import annotations

@@ -112,14 +112,11 @@ class Metrics(Collector):
             "prefix_cache_hits": ("Tokens found among old ones.", prefixes.found),
             "iterations": ("Steps of the batch.", runner.steps),
         }
-        for name, (words, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
-        for name, (words, value) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", words, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
+        for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in metrics.items():
+                metric = kind(f"vllm:{name}", text, labels=["model_name"])
+                metric.add_metric([self._model], value)
+                yield metric
 
 
 class Control:
@@ -135,12 +132,14 @@ class Control:
         gets: dict[str, Callable[[Request], Any]] = {
             "/health": self._health,
             "/ping": self._health,
-            "/version": self._version,
             "/metrics": self._numbers,
             "/v1/models": self._models,
-            "/is_paused": self._is_paused,
-            "/weight_info": self._weight_info,
-            "/get_world_size": self._world_size,
+        }
+        facts: dict[str, Callable[[], Json]] = {
+            "/version": lambda: {"version": f"envserver-local {__version__}"},
+            "/is_paused": lambda: {"is_paused": self._runner.scheduler.paused is not None},
+            "/weight_info": lambda: {"weight_version": self._runner.version},
+            "/get_world_size": lambda: {"world_size": 1},
         }
         posts: dict[str, Callable[[Request], Any]] = {
             "/pause": self._pause,
@@ -159,14 +158,12 @@ class Control:
         }
         return [
             *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
+            *(Route(path, _fact(compute), methods=["GET"]) for path, compute in facts.items()),
             *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
         ]
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._runner.alive else 500)
-
-    async def _version(self, request: Request) -> Response:
-        return json_answer({"version": f"envserver-local {__version__}"})
 
     async def _numbers(self, request: Request) -> Response:
         return PlainTextResponse(self._metrics.text(), media_type=Metrics.media_type)
@@ -178,12 +175,6 @@ class Control:
             for one in self._asking.adapters.loaded
         ]
         return json_answer({"object": "list", "data": [own, *adapters]})
-
-    async def _is_paused(self, request: Request) -> Response:
-        return json_answer({"is_paused": self._runner.scheduler.paused is not None})
-
-    async def _weight_info(self, request: Request) -> Response:
-        return json_answer({"weight_version": self._runner.version})
 
     async def _pause(self, request: Request) -> Response:
         mode: Any = request.query_params.get("mode", "abort")
@@ -232,9 +223,6 @@ class Control:
 
         await self._runner.run(reload)
         return json_answer({"results": [None]})
-
-    async def _world_size(self, request: Request) -> Response:
-        return json_answer({"world_size": 1})
 
     async def _join_trainer(self, request: Request) -> Response:
         info = read(await decoded(request), JoinBody).init_info
@@ -356,6 +344,13 @@ def _computing(compute: Callable[[Any], Json]) -> Answering:
         return json_answer(compute(body))
 
     return answer
+
+
+def _fact(compute: Callable[[], Json]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return json_answer(compute())
+
+    return endpoint
 
 
 def _decoding(answer: Answering) -> Callable[[Request], Awaitable[Response]]:

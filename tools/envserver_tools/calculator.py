@@ -162,29 +162,15 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 
+_OF_MATH = (
+    "sqrt floor ceil gcd lcm factorial comb perm log log2 log10 exp sin cos tan asin acos atan"
+)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "round": round,
     "min": min,
     "max": max,
-    "sqrt": math.sqrt,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "gcd": math.gcd,
-    "lcm": math.lcm,
-    "factorial": math.factorial,
-    "comb": math.comb,
-    "perm": math.perm,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "exp": math.exp,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
+    **{name: getattr(math, name) for name in _OF_MATH.split()},
 }
 
 _COUNTING = frozenset({"factorial", "comb", "perm"})

@@ -187,13 +187,12 @@ async def run_protocol(
     """Lets a model work with `tools` until it gives a final answer or a limit is reached.
 
     Args:
-        chat: like `Rollout.chat`; its errors pass through.
+        chat: like `Rollout.chat`, with the `sampling` settings; its errors pass through.
         messages: system and task; they always stay in the context.
         max_steps: maximum number of the model's messages.
         max_retries: maximum number of unusable messages in a row.
         window: unset: the whole history.
         record: filled while the loop runs, so that it is known after an exception.
-        sampling: passed to `chat`.
     """
     run = record if record is not None else ProtocolRun()
     run.messages.extend(messages)

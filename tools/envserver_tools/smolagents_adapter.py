@@ -13,13 +13,9 @@ from .calling import Tool, call_tool, run_tool_call, toolbox
 def as_smolagents(tool: Tool, loop: asyncio.AbstractEventLoop | None = None) -> Any:
     """Wraps `tool` as a `smolagents.Tool`. Errors are texts for the model here, too.
 
-    Args:
-        loop: the loop for an asynchronous tool; unset: the running loop. The agent itself must run
-        in another thread (`await asyncio.to_thread(agent.run, ...)`).
-
-    Raises:
-        ModuleNotFoundError: smolagents is not installed (`pip install smolagents`).
-        RuntimeError: the tool is asynchronous and there is no loop.
+    `loop`: for an asynchronous tool; unset: the running loop. The agent itself must run in another
+    thread (`await asyncio.to_thread(agent.run, ...)`). Raises ModuleNotFoundError: smolagents is
+    not installed. RuntimeError: the tool is asynchronous and there is no loop.
     """
     from smolagents import Tool as SmolTool
 

@@ -115,10 +115,9 @@ class EnvserverGenerator:
     async def generate(self, input_batch: Mapping[str, Any]) -> Output:
         """Returns a trajectory for each row of the input.
 
-        Raises:
-            InputError: a row does not name a task, or rows to train on were sampled at another
-                temperature than SkyRL's.
-            RolloutsLost: rollouts failed without the model's fault, after all tries.
+        Raises InputError: a row does not name a task, or rows to train on were sampled at another
+        temperature than SkyRL's. RolloutsLost: rollouts failed without the model's fault, after all
+        tries.
         """
         about = input_batch.get("batch_metadata")
         phase = about.training_phase if about else "train"

@@ -60,11 +60,9 @@ TEMPERATURE_FLAG: Final = "--rollout-temperature"
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Any:
     """Runs one rollout of the sample's task; returns a sample or a list of samples.
 
-    Raises:
-        ConfigError: no server is configured.
-        InputError: the sample does not name a task, or its tokens were sampled at another
-            temperature than slime's.
-        RolloutsLost: the rollout failed without the model's fault, after all tries.
+    Raises ConfigError: no server is configured. InputError: the sample does not name a task, or its
+    tokens were sampled at another temperature than slime's. RolloutsLost: the rollout failed
+    without the model's fault, after all tries.
     """
     url = _server_of(args)
     default = getattr(args, "envserver_environment", None)
@@ -79,11 +77,8 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
 def publish(args: Any, folder: str, engines: Any = None) -> None:
     """Gives a checkpoint that slime wrote (`weight_v000012`) to the server's vLLM as version 12.
 
-    slime calls this on every rank and then goes on; rank 0 does it.
-
-    Raises:
-        ConfigError: no server or no engine is configured.
-        EngineError, ConflictError: see `envserver_clients.weights`.
+    slime calls this on every rank and then goes on; rank 0 does it. Raises ConfigError: no server
+    or no engine is configured. For other errors see `envserver_clients.weights`.
     """
     if int(os.environ.get("RANK", "0")) != 0:
         return

@@ -1,9 +1,8 @@
 """Connects the engines that a trainer runs itself to a server's agents, and its weights to engines.
 
-In: the addresses of a trainer's engines, and its calls before and after each change of their
-weights. Out: a server that asks these engines. Invariants: no call reaches an engine between
-`pause` and `publish`, and every token carries the version of the weights that sampled it. Engines
-are registered when they first have weights, not earlier: many begin with random ones.
+Invariants: no call reaches an engine between `pause` and `publish`, and every token carries the
+version of the weights that sampled it. Engines are registered when they first have weights, not
+earlier: many begin with random ones.
 
 The server starts without an engine, and makes only the rollouts that are ordered:
 
@@ -121,16 +120,11 @@ class TrainersEngines:
                 await client.pause_calls("abort", timeout_seconds=self._timeout_seconds)
 
     async def publish(self, addresses: Iterable[str], version: int | None) -> None:
-        """Registers the engines at `addresses` with the weights of `version`, and lets calls go on.
+        """Registers the engines at `addresses` (with or without http:// and /v1) with the weights
+        of `version` (None: the last one), and lets calls go on.
 
-        Args:
-            addresses: with or without http:// and /v1.
-            version: None: the last one.
-
-        Raises:
-            ConflictError: an engine has another model.
-            EngineRefused: the version is lower than the server's, or the server cannot use an
-                engine. The calls stay paused.
+        Raises ConflictError: an engine has another model. EngineRefused: the version is lower than
+        the server's, or the server cannot use an engine. The calls stay paused.
         """
         async with self._client() as client:
             if version is not None:

@@ -31,7 +31,7 @@ import numpy as np
 from envserver_records import ConfigError, ConflictError, EnvserverError, InputError, Message
 from envserver_records.http_errors import Urls
 
-from envserver_clients.http import SyncEnvClient
+from envserver_clients.http import BatchLimits, SyncEnvClient
 from envserver_clients.records import Batch, ClientGroup, Row
 from envserver_clients.training.advantages import Scaling, rewards_of, row_advantages
 from envserver_clients.weights import WeightPush
@@ -115,7 +115,7 @@ class EnvserverRolloutWorker:
         self.weight_transfer = _Transfer(self, weights, model)
 
     def start(self) -> None:
-        """Starts leasing; the trainer calls this when the engine has the first weights."""
+        """The trainer calls this when the engine has the first weights."""
         self._open()
         self._heard_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
@@ -198,11 +198,9 @@ class EnvserverRolloutWorker:
             self._error = error
 
     def _lease(self) -> Batch | None:
-        if self._max_staleness is None:
-            return self._client.lease(whole=False, wait_seconds=_WAIT_SECONDS)
-        return self._client.lease(
-            whole=False, wait_seconds=_WAIT_SECONDS, max_staleness=self._max_staleness
-        )
+        most = self._max_staleness
+        limits: BatchLimits = {} if most is None else {"max_staleness": most}
+        return self._client.lease(whole=False, wait_seconds=_WAIT_SECONDS, **limits)
 
     def _offer(self, batch: Batch) -> None:
         samples = [sample for group in batch.groups for sample in self._samples(group)]

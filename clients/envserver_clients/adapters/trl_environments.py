@@ -64,10 +64,8 @@ class TrlEnvironment:
         self._errors = 0
 
     def reset(self, *, task_id: str, **columns: Any) -> str:
-        """Starts the task of this id; returns the question for the model.
-
-        Raises:
-            InputError: the task does not exist.
+        """Starts the task of this id; returns the question for the model. Raises InputError: there
+        is no such task.
         """
         if task_id not in self.tasks:
             raise InputError(f"{self.environment.name} has no task {task_id!r}.", place="task_id")
@@ -112,14 +110,9 @@ def trl_environment(
 ) -> type[TrlEnvironment]:
     """Returns the factory: a class whose instances TRL creates and reuses.
 
-    Args:
-        tools: plain functions; each becomes a method.
-        question: makes the question for the model from a task's public part.
-        output: makes the rollout's output, which the environment scores, from the tool calls.
-        split, limit: which tasks are available.
-
-    Raises:
-        ConfigError: the environment cannot run in TRL's loop.
+    `tools`: plain functions; each becomes a method. `question` makes the question for the model
+    from a task's public part, `output` the rollout's output, which the environment scores, from the
+    tool calls. Raises ConfigError: the environment cannot run in TRL's loop.
     """
     if environment.sandbox is not None:
         raise ConfigError(

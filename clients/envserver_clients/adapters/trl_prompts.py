@@ -20,8 +20,6 @@ _NAMED: Final = re.compile(rf"([^/:\s]+)/({'|'.join(get_args(Split))}):(.+)", re
 
 @dataclass(frozen=True)
 class TaskName:
-    """Names a task of a server."""
-
     environment: str
     split: Split
     task_id: str

@@ -17,11 +17,12 @@ which TRL leaves out of the group's mean. Written for TRL 1.16.0 (`GRPOTrainer._
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from envserver_records import EnvserverError, Trajectory
+from envserver_records import EnvserverError, Split, Trajectory
 from envserver_records.http_errors import Urls
 
 from envserver_clients.http import SyncEnvClient
@@ -96,12 +97,8 @@ class EnvserverRollouts:
 
         In addition to TRL's columns, reward functions get `env_reward` (None: unknown),
         `env_truncated` (the model was cut off), `env_version` (the oldest policy version) and
-        `env_components` (the named parts of the reward).
-
-        Raises:
-            RolloutsLost: every rollout failed.
-            InputError: rows were sampled at another temperature than the trainer's.
-            EnvserverError: see `SyncEnvClient.rollouts` and `envserver_clients.weights`.
+        `env_components` (the named parts of the reward). Raises RolloutsLost: every rollout failed.
+        InputError: rows were sampled at another temperature than the trainer's.
         """
         from accelerate.utils import broadcast_object_list, gather_object
 
@@ -159,23 +156,18 @@ class EnvserverRollouts:
 
     def _trajectories(self, tasks: Sequence[TaskName], group_size: int) -> list[Trajectory | None]:
         found: list[Trajectory | None] = [None] * len(tasks)
-        groups = grouped(tasks, group_size)
-        kinds = {(tasks[first].environment, tasks[first].split, size) for first, size in groups}
-        for environment, split, size in sorted(kinds):
-            of_kind = [
-                first
-                for first, count in groups
-                if (tasks[first].environment, tasks[first].split, count)
-                == (environment, split, size)
-            ]
+        kinds: dict[tuple[str, Split, int], list[int]] = defaultdict(list)
+        for first, size in grouped(tasks, group_size):
+            kinds[tasks[first].environment, tasks[first].split, size].append(first)
+        for (environment, split, size), places in sorted(kinds.items()):
             made = self._connected().rollouts(
                 environment,
-                [tasks[first].task_id for first in of_kind],
+                [tasks[first].task_id for first in places],
                 group_size=size,
                 split=split,
                 timeout_seconds=self._timeout_seconds,
             )
-            for first, group in zip(of_kind, made, strict=True):
+            for first, group in zip(places, made, strict=True):
                 found[first : first + size] = group
         return found
 

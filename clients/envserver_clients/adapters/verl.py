@@ -103,10 +103,9 @@ class EnvserverLoop:
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
         """Runs the row's task; returns verl's `AgentLoopOutput`, or a list of them.
 
-        Raises:
-            InputError: the row does not name a task, the prompt is too long for verl's settings, or
-                the tokens were sampled at another temperature than verl's.
-            RolloutsLost: the rollout failed without the model's fault, after all tries.
+        Raises InputError: the row does not name a task, the prompt is too long for verl's settings,
+        or the tokens were sampled at another temperature than verl's. RolloutsLost: the rollout
+        failed without the model's fault, after all tries.
         """
         columns = dict(fields.get("extra_info") or {}) | fields
         environment, task_id = named(columns, self._environment, "extra_info")

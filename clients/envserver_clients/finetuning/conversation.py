@@ -210,10 +210,10 @@ def read_pair(row: Row, place: str) -> Pair:
     Without a prompt, the common beginning of chosen and rejected is the prompt."""
     if missing := [name for name in ("chosen", "rejected") if name not in row]:
         raise InputError(f"{place}: a pair must have chosen and rejected; {missing[0]} is missing.")
-    chosen = _answer(row["chosen"], "chosen", place)
-    rejected = _answer(row["rejected"], "rejected", place)
+    chosen = _turns(row, "chosen", "assistant", place)
+    rejected = _turns(row, "rejected", "assistant", place)
     if "prompt" in row:
-        before = _prompt(row["prompt"], place)
+        before = _turns(row, "prompt", "user", place)
     else:
         before = chosen[: _alike(chosen, rejected)]
         chosen, rejected = chosen[len(before) :], rejected[len(before) :]
@@ -251,16 +251,10 @@ def _asked(prompt: str, completion: str) -> Conversation:
     return Conversation(messages, 1)
 
 
-def _answer(value: Any, name: str, place: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "assistant", "content": value}]
-    return _messages(value, name, place)
-
-
-def _prompt(value: Any, place: str) -> list[Message]:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    return _messages(value, "prompt", place)
+def _turns(row: Row, name: str, role: str, place: str) -> list[Message]:
+    if isinstance(row[name], str):
+        return [{"role": role, "content": row[name]}]
+    return _messages(row[name], name, place)
 
 
 def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:

@@ -1,12 +1,9 @@
 """Saves checkpoints in folders `step-N`, which are always complete.
 
-In: the learner's state, and what the server must learn after a restart. Out: `CheckpointInfo`.
 Invariants: a folder named `step-N` is complete and on disk, because it was written under another
 name, synced and renamed, after all ranks had written their parts. `kill -9` at any moment leaves
-the last checkpoint intact.
-
-One process writes `state.pt`. Several ranks write their parts side by side (torch's distributed
-checkpoint, in `parts/`). Any number of ranks reads both.
+the last checkpoint intact. One process writes `state.pt`. Several ranks write their parts side by
+side (torch's distributed checkpoint, in `parts/`). Any number of ranks reads both.
 """
 
 from __future__ import annotations

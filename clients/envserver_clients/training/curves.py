@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from envserver_records.files import replacing
 
-from .metrics import Line, read_lines
+from .metrics import Line, picture_of, read_lines
 
 _PANELS = (
     ("reward_mean", "mean reward"),
@@ -26,29 +25,21 @@ _SMOOTH = 10
 
 
 def draw(files: Sequence[Path], picture: Path, *, title: str = "") -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 5.5), dpi=80, layout="constrained")
-    for number, file in enumerate(files):
-        lines = list(read_lines(file))
-        for panel, (key, label) in zip(axes.flat, _PANELS, strict=True):
-            name = file.parent.name if len(files) > 1 else None
-            _curve(panel, lines, key, name, f"C{number}")
-            panel.set_title(label, fontsize=10)
-    for panel in axes.flat:
-        panel.set_xlabel("step", fontsize=8)
-        panel.grid(alpha=0.3)
-    axes.flat[0].set_ylim(0, 1)
-    if len(files) > 1:
-        axes.flat[0].legend(fontsize=8)
-    if title:
-        figure.suptitle(title, fontsize=11)
-    with replacing(picture, sync=False) as out:
-        figure.savefig(out, format="png")
-    pyplot.close(figure)
+    with picture_of(picture, 2, 2, figsize=(9, 5.5)) as (figure, axes):
+        for number, file in enumerate(files):
+            lines = list(read_lines(file))
+            for panel, (key, label) in zip(axes.flat, _PANELS, strict=True):
+                name = file.parent.name if len(files) > 1 else None
+                _curve(panel, lines, key, name, f"C{number}")
+                panel.set_title(label, fontsize=10)
+        for panel in axes.flat:
+            panel.set_xlabel("step", fontsize=8)
+            panel.grid(alpha=0.3)
+        axes.flat[0].set_ylim(0, 1)
+        if len(files) > 1:
+            axes.flat[0].legend(fontsize=8)
+        if title:
+            figure.suptitle(title, fontsize=11)
 
 
 def _curve(panel: Any, lines: Sequence[Line], key: str, name: str | None, color: str) -> None:

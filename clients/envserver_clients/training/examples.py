@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from envserver_records.experts import Table
@@ -386,31 +386,19 @@ def filler(blank: Example | None = None) -> Padded:
 def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None = None) -> Padded:
     """These examples (at least one) as one micro-batch; see `Padded.places`."""
     shape = (len(examples), max(len(example.tokens) for example in examples))
-    tokens, attention = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    mask, logprobs = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    fresh, raw = np.zeros(shape, np.uint8), np.zeros(shape, np.uint8)
-    temperatures = np.ones(shape, np.float32)
-    for row, example in enumerate(examples):
-        length = len(example.tokens)
-        tokens[row, :length] = example.tokens
-        attention[row, :length] = 1
-        mask[row, :length] = example.mask
-        logprobs[row, :length] = np.where(example.mask, example.logprobs, 0.0)
-        if example.fresh is not None:
-            fresh[row, :length] = example.fresh
-        if example.temperatures is not None:
-            temperatures[row, :length] = example.temperatures
-        if example.raw is not None:
-            raw[row, :length] = example.raw
+    mask = _rows([example.mask for example in examples], shape, np.float32)
+    logprobs = [np.where(example.mask, example.logprobs, 0.0) for example in examples]
+    attention = [np.ones(len(example.tokens)) for example in examples]
+    temperatures = [example.temperatures for example in examples]
     trained = np.flatnonzero(mask[:, 1:].any(axis=0))
     return Padded(
-        tokens=tokens,
-        attention=attention,
+        tokens=_rows([example.tokens for example in examples], shape, np.int64),
+        attention=_rows(attention, shape, np.int64),
         mask=mask[:, 1:],
-        logprobs=logprobs[:, 1:],
-        fresh=fresh[:, 1:],
-        temperatures=temperatures[:, 1:],
-        raw=raw[:, 1:],
+        logprobs=_rows(logprobs, shape, np.float32)[:, 1:],
+        fresh=_rows([example.fresh for example in examples], shape, np.uint8)[:, 1:],
+        temperatures=_rows(temperatures, shape, np.float32, 1)[:, 1:],
+        raw=_rows([example.raw for example in examples], shape, np.uint8)[:, 1:],
         advantages=_advantages(examples, shape),
         weights=np.array([example.weight for example in examples], np.float32),
         first=int(trained[0]) if trained.size else 0,
@@ -420,15 +408,24 @@ def padded(examples: Sequence[Example], places: Sequence[tuple[int, int]] | None
     )
 
 
+def _rows(
+    arrays: Sequence[np.ndarray[Any, Any] | None],
+    shape: tuple[int, ...],
+    kind: type[Any],
+    padding: int = 0,
+) -> NDArray[Any]:
+    found = np.full(shape, padding, kind)
+    for row, array in zip(found, arrays, strict=True):
+        if array is not None:
+            row[: len(array)] = array
+    return found
+
+
 def _experts(examples: Sequence[Example], shape: tuple[int, int]) -> NDArray[np.int16] | None:
     tables = [example.experts for example in examples]
     if (known := next((table for table in tables if table is not None), None)) is None:
         return None
-    found = np.full((*shape, *known.shape[1:]), -1, np.int16)
-    for row, table in enumerate(tables):
-        if table is not None:
-            found[row, : len(table)] = table
-    return found
+    return _rows(tables, (*shape, *known.shape[1:]), np.int16, -1)
 
 
 def _advantages(examples: Sequence[Example], shape: tuple[int, int]) -> NDArray[np.float32]:

@@ -69,15 +69,14 @@ class Learner:
         self._updates = 0
 
     def step(self, examples: Sequence[Example]) -> Numbers:
-        """Learns from `examples`; without examples the optimizer stays unchanged.
+        """Learns from `examples`; without examples the optimizer stays unchanged, and the result is
+        empty.
 
-        Returns:
-            loss, clip_fraction (and clip_low_fraction, clip_high_fraction, clip_dual_fraction),
-            corrected_fraction, off_policy_fraction, ratio_mean, ratio_max, kl_sampling, entropy, kl
-            (with a reference), gradient_norm (before clipping), learning_rate, weights_moved,
-            mismatch_mean, mismatch_max, mismatch_kl, mismatch_ratio, mismatch_fresh; and why the
-            step changed nothing as `skipped`.
-            Empty without examples.
+        Returns loss, clip_fraction (and clip_low_fraction, clip_high_fraction, clip_dual_fraction),
+        corrected_fraction, off_policy_fraction, ratio_mean, ratio_max, kl_sampling, entropy, kl
+        (with a reference), gradient_norm (before clipping), learning_rate, weights_moved,
+        mismatch_mean, mismatch_max, mismatch_kl, mismatch_ratio, mismatch_fresh; and why the step
+        changed nothing as `skipped`.
         """
         if not examples:
             return {}
@@ -158,16 +157,13 @@ class Learner:
 
     def _stepped(self, sums: Sequence[dict[str, float]], differences: Numbers) -> Numbers:
         """Makes the optimizer's step, unless the data or the gradient forbid it."""
-        rate = self._rate()
+        rules = self._rules
+        schedule = (rules.schedule, rules.schedule_steps, rules.least_rate)
+        rate = rate_of(self._updates, rules.learning_rate, rules.warmup_steps, *schedule)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        norm = float(
-            whole(
-                torch.nn.utils.clip_grad_norm_(
-                    self.policy.trained.values(), self._rules.most_gradient
-                )
-            )
-        )
+        weights = self.policy.trained.values()
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(weights, rules.most_gradient)))
         total = self._ranks.sums(_added(sums))
         numbers: Numbers = {
             "loss": total["loss"],
@@ -175,8 +171,7 @@ class Learner:
             "gradient_norm": norm,
             "learning_rate": rate,
         }
-        most = self._rules.most_mismatch
-        if most is not None and disagree(differences, most):
+        if rules.most_mismatch is not None and disagree(differences, rules.most_mismatch):
             return {**numbers, SKIPPED: "mismatch"}
         if not math.isfinite(norm):
             return {**numbers, SKIPPED: "gradient"}
@@ -192,17 +187,6 @@ class Learner:
                 some = own_part(value.grad).flatten()[:_SAMPLED].nonzero().squeeze(-1)
                 found.append(own_part(value.detach()).flatten()[some].clone())
         return found
-
-    def _rate(self) -> float:
-        rules = self._rules
-        return rate_of(
-            self._updates,
-            rules.learning_rate,
-            rules.warmup_steps,
-            rules.schedule,
-            rules.schedule_steps,
-            rules.least_rate,
-        )
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer state by the weights' names, random number state and the number of

@@ -10,6 +10,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TextIO
 
@@ -197,30 +198,38 @@ def _line(evaluation: dict[str, Any]) -> Line:
     }
 
 
-def draw_held_out(output: Path, tasks: Sequence[str], picture: Path) -> None:
+@contextmanager
+def picture_of(path: Path, rows: int, columns: int, **settings: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields a figure and its axes; saved as a PNG that replaces `path`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(
-        len(tasks), 2, figsize=(9, 3.2 * len(tasks)), dpi=80, layout="constrained", squeeze=False
-    )
-    for (left, right), task in zip(axes, tasks, strict=True):
-        for run in sorted(path.parent for path in output.glob(f"{task}-*/{HELD_OUT}")):
-            name = run.name.removeprefix(f"{task}-")
-            style = {"color": "gray", "linestyle": "--"} if name == "shuffled" else {}
-            points = [(line["version"], line["reward_mean"]) for line in read_lines(run / HELD_OUT)]
-            left.plot(*zip(*points, strict=True), marker="o", label=name, **style)
-            steps = [(x["step"], x["reward_mean"]) for x in read_lines(run / "metrics.jsonl")]
-            right.plot(*zip(*steps, strict=True), **style)
-        left.set_title(f"{task}: held-out questions, sampled", fontsize=10)
-        right.set_title(f"{task}: training questions", fontsize=10)
-        left.legend(fontsize=7)
-        for panel in (left, right):
-            panel.set_ylim(0, 1)
-            panel.set_xlabel("step", fontsize=8)
-            panel.grid(alpha=0.3)
-    with replacing(picture, sync=False) as out:
+    figure, axes = pyplot.subplots(rows, columns, dpi=80, layout="constrained", **settings)
+    yield figure, axes
+    with replacing(path, sync=False) as out:
         figure.savefig(out, format="png")
     pyplot.close(figure)
+
+
+def draw_held_out(output: Path, tasks: Sequence[str], picture: Path) -> None:
+    size = (9, 3.2 * len(tasks))
+    with picture_of(picture, len(tasks), 2, figsize=size, squeeze=False) as (_, axes):
+        for (left, right), task in zip(axes, tasks, strict=True):
+            for run in sorted(path.parent for path in output.glob(f"{task}-*/{HELD_OUT}")):
+                name = run.name.removeprefix(f"{task}-")
+                style = {"color": "gray", "linestyle": "--"} if name == "shuffled" else {}
+                points = [
+                    (line["version"], line["reward_mean"]) for line in read_lines(run / HELD_OUT)
+                ]
+                left.plot(*zip(*points, strict=True), marker="o", label=name, **style)
+                steps = [(x["step"], x["reward_mean"]) for x in read_lines(run / "metrics.jsonl")]
+                right.plot(*zip(*steps, strict=True), **style)
+            left.set_title(f"{task}: held-out questions, sampled", fontsize=10)
+            right.set_title(f"{task}: training questions", fontsize=10)
+            left.legend(fontsize=7)
+            for panel in (left, right):
+                panel.set_ylim(0, 1)
+                panel.set_xlabel("step", fontsize=8)
+                panel.grid(alpha=0.3)

@@ -361,7 +361,7 @@ class VertexSettings(BaseModel):
 
     @property
     def is_open(self) -> bool:
-        """Whether the base model's weights are public: publisher/model@version."""
+        """The base model's weights are public: publisher/model@version."""
         return "/" in self.base_model
 
     @property

@@ -331,16 +331,8 @@ class EngineControl:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineGarbage(f"It returned no prompt_logprobs: {error!r}.") from error
 
-    def _post(
-        self,
-        path: str,
-        phase: str,
-        seconds: float,
-        *,
-        json: Json | None = None,
-        params: Mapping[str, str] | None = None,
-    ) -> Json:
-        return self._ask("POST", path, phase, seconds, json=json, params=params)
+    def _post(self, path: str, phase: str, seconds: float, **more: Any) -> Json:
+        return self._ask("POST", path, phase, seconds, **more)
 
     def _ask(self, method: str, path: str, phase: str, seconds: float, **more: Any) -> Json:
         response = self._response(method, path, phase, seconds, **more)

@@ -179,13 +179,10 @@ class WeightPush(Protocol):
         """
 
     def restore(self) -> list[str]:
-        """Transfers the published weights again to engines that lost them in a restart.
+        """Transfers the published weights again to engines that lost them in a restart; returns
+        their urls. One that does not answer is tried again the next time.
 
-        Returns:
-            The urls of these engines. One that does not answer is tried again the next time.
-
-        Raises:
-            EngineError: an engine loaded them and computes different logprobs.
+        Raises EngineError: an engine loaded them and computes different logprobs.
         """
 
 

@@ -320,20 +320,12 @@ class Transfer(PushBase):
     def publish(
         self, version: int, tensors: NamedTensors, check: PromptCheck | None = None
     ) -> Published:
-        """Sends new weights to the engines and publishes them at the server as `version`.
+        """As `WeightPush.publish`, but engines that fail are left out; `failed` has them.
 
-        Args:
-            version: at least the server's version.
-            tensors: the whole model by the names of a checkpoint; walked once, before anything
-                else, so that all ranks of a sharded model can walk it together.
-            check: logprobs that the engines must reproduce.
-
-        Returns:
-            What was published; `failed` has the engines that do not have it.
-
-        Raises:
-            ConflictError: the server is at a higher version.
-            EngineError: all engines failed; the version is not published on any of them.
+        `tensors`: the whole model by the names of a checkpoint; walked once, before anything else,
+        so that all ranks of a sharded model can walk it together. Raises ConflictError: the server
+        is at a higher version. EngineError: all engines failed; the version is not published on any
+        of them.
         """
         return self.send(self.prepare(version, tensors, check))
 

@@ -19,9 +19,14 @@ import pytest
 from envserver_local.simulated import ASSETS
 from envserver_local.simulated.engine import SimEngine
 from envserver_local.simulated.make_tokenizer import build_tokenizer, tokenizer_config
-from envserver_local.simulated.policy import REFUSALS, RolloutSolver, Solution, TextSolver
+from envserver_local.simulated.policy import (
+    REFUSALS,
+    RolloutSolver,
+    Solution,
+    TextSolver,
+    spoiled_answer,
+)
 from envserver_local.simulated.server import serve_sim
-from envserver_local.simulated.wording import spoiled_answer
 from envserver_records.errors import ConfigError, EngineGarbage, EngineRefused, EngineUnavailable
 from envserver_records.records import Task
 from hypothesis import given, settings

@@ -155,8 +155,7 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
             yield {**head, "choices": [first], **(ids if self.body.return_token_ids else {})}
         for choices in zip_longest(*map(self._steps, range(len(self.sampled.completions)))):
             yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
-        if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": usage([self.sampled])}
+        yield from _usage_chunk(self.body, head, [self.sampled])
 
     def _head(self, kind: str) -> Json:
         return _head(f"chatcmpl-{self.sampled.completions[0].key}", kind, self.created)
@@ -248,8 +247,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
         steps = [self._steps(index, *pair) for index, pair in enumerate(self._pairs())]
         for choices in zip_longest(*steps):
             yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
-        if self.body.stream_options and self.body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": usage(self.sampled)}
+        yield from _usage_chunk(self.body, head, self.sampled)
 
     def _pairs(self) -> list[tuple[Prompt, Completion]]:
         return [(one.prompt, completion) for one in self.sampled for completion in one.completions]
@@ -339,6 +337,11 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def _head(name: str, kind: str, created: int) -> Json:
     head = {"id": name, "object": kind, "created": created}
     return {**head, "model": MODEL, "system_fingerprint": FINGERPRINT}
+
+
+def _usage_chunk(body: Body, head: Json, sampled: list[Sampled]) -> Iterator[Json]:
+    if body.stream_options and body.stream_options.include_usage:
+        yield {**head, "choices": [], "usage": usage(sampled)}
 
 
 def usage(sampled: list[Sampled]) -> Json:

@@ -19,8 +19,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from . import ASSETS
+from .policy import CLOSERS, NOUNS, OPENERS, VERBS
 from .tokenizer import END_OF_TEXT, IM_END, IM_START, LARGEST_CONTEXT
-from .wording import CLOSERS, NOUNS, OPENERS, VERBS
 
 VOCABULARY_SIZE = 1536
 _WORD_WEIGHT = 3

@@ -229,7 +229,7 @@ class Tavily:
 
     async def _ask(self, fetcher: Fetcher, path: str, body: dict[str, Any]) -> Raw:
         body = {**body, "include_usage": True}
-        raw = await fetcher.ask("POST", f"{self._url}/{path}", headers=self._headers, body=body)
+        raw = await fetcher.ask(f"{self._url}/{path}", headers=self._headers, json=body)
         if raw.status != 200:
             words = _WORDS.get(raw.status, "it refuses the request")
             raise ProviderFailed(f"Tavily answered HTTP status {raw.status}: {words}.")
@@ -284,7 +284,7 @@ class DuckDuckGo:
 
     async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
         raw = await fetcher.ask(
-            "POST", self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query, **options}
+            self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query, **options}
         )
         if raw.status != 200:  # 202 is its riddle for robots
             raise ProviderFailed(
@@ -400,6 +400,8 @@ _AGENT = "Mozilla/5.0 (compatible; envserver page reader)"
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _LASTING = frozenset((400, 401, 402, 403, 404, 405, 406, 410, 414, 415, 451))
 _NO_DOCUMENTS = ("audio/", "video/", "font/")
+_TRIES = 3
+_PROVIDER_SECONDS = 60.0
 _TRY_AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
@@ -484,22 +486,12 @@ class Fetcher:
             return Raw(url, 200, kind, b"", f"it has more than {self._limits.bytes:,} bytes")
         return Raw(url, 200, kind, body)
 
-    async def ask(
-        self,
-        method: str,
-        url: str,
-        *,
-        headers: dict[str, str] | None = None,
-        body: Any = None,
-        data: dict[str, str] | None = None,
-        seconds: float = 60.0,
-        tries: int = 3,
-    ) -> Raw:
-        """Asks a provider, again after a while where that may help."""
+    async def ask(self, url: str, **request: Any) -> Raw:
+        """Posts a request to a provider, again after a while where that may help."""
         wait, said = 1.0, ""
-        for left in reversed(range(tries)):
+        for left in reversed(range(_TRIES)):
             try:
-                raw = await self._asked(method, url, headers, body, data, seconds)
+                raw = await self._posted(url, **request)
             except (aiohttp.ClientError, TimeoutError) as error:
                 said = type(error).__name__
             else:
@@ -511,24 +503,10 @@ class Fetcher:
                 wait *= 3
         raise ProviderFailed(f"The provider at {url} does not answer: {said}.")
 
-    async def _asked(
-        self,
-        method: str,
-        url: str,
-        headers: dict[str, str] | None,
-        body: Any,
-        data: dict[str, str] | None,
-        seconds: float,
-    ) -> Raw:
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        async with self._providers.request(
-            method,
-            url,
-            headers=headers,
-            json=body,
-            data=data,
-            timeout=timeout,
-            allow_redirects=False,
+    async def _posted(self, url: str, **request: Any) -> Raw:
+        timeout = aiohttp.ClientTimeout(total=_PROVIDER_SECONDS)
+        async with self._providers.post(
+            url, timeout=timeout, allow_redirects=False, **request
         ) as answer:
             said = bytearray()
             async for piece in answer.content.iter_chunked(1 << 16):
