@@ -67,7 +67,7 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
     return exchanges
 
 
-def told_calls(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
+def calls_from(messages: Sequence[Message], turns: int, line: str) -> list[Exchange]:
     """Reconstructs calls that were not kept from a conversation: the last `turns` messages of the
     assistant are their answers."""
     places = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]

@@ -8,6 +8,7 @@ not ask for a while is not waited for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import random
 import time
@@ -532,9 +533,8 @@ class Scheduler:
     async def _pause_after_failures(self) -> None:
         if self._failed_in_a_row and not self._stop_on_failures:
             seconds = retry_delay_seconds(self._failed_in_a_row, random.random())
-            pause = asyncio.create_task(self._draining.wait())
-            await asyncio.wait({pause}, timeout=seconds)
-            pause.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), seconds)
 
     async def _deliver(self, group: Group) -> None:
         """Puts `group` into the sink; a server retries forever, a file gets three attempts."""

@@ -29,10 +29,10 @@ from ..rollouts.replaying import (
     Player,
     RecordedServices,
     agents_of,
+    calls_from,
     calls_in,
     recorded_calls,
     service_calls_in,
-    told_calls,
 )
 from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
@@ -158,11 +158,11 @@ def _exchanges(rollout: StoredRollout, agents: list[str], all_count: bool) -> li
             "Its conversation was not written.", hint="See --env.include_messages of `process`."
         )
     line = routing_key(rollout.rollout_id, main)
-    exchanges = told_calls(rollout.messages, turns, line)
+    exchanges = calls_from(rollout.messages, turns, line)
     for other in others:
         agent = other.get("agent")
         line = routing_key(rollout.rollout_id, agent if agent in agents else None)
-        exchanges += told_calls(other.get("messages") or [], other.get("turns") or 0, line)
+        exchanges += calls_from(other.get("messages") or [], other.get("turns") or 0, line)
     return exchanges
 
 

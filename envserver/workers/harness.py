@@ -14,8 +14,8 @@ import stat
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -289,12 +289,16 @@ async def play(
     task = await harness_task(environment, public, run)
     workspace = OwnWorkspace(*_folders())
     await asyncio.to_thread(workspace.fill, task.archive, task.files)
-    async with _tools(task, run) as mcp_url:
+    tools = nullcontext("") if task.tools is None else run.serve_mcp(task.tools)
+    async with tools as mcp_url:
         launch = _launch(task, spec, run, workspace, mcp_url)
         ended = await _run(launch, spec, workspace, run, record)
     seen = await record()
     ending = ending_of(ended.status, seen, in_time=ended.in_time)
-    _note(run, spec, ended, ending)
+    facts = {"seconds": round(ended.seconds, 3), "output": ended.said}
+    about = {"ending": ending, "status": ended.status}
+    run.log_action("agent", spec.identity(), {**about, **facts})
+    run.log("agent_ended", agent=spec.name, **about)
     if ending == "not_started":
         raise AgentError(
             f"The agent {spec.name!r} ended without asking the model ({_status(ended.status)}): "
@@ -411,26 +415,6 @@ async def _held_back(record: Record, program: asyncio.subprocess.Process) -> Non
         looks = looks + 1 if (await record()).limit in _FINAL_LIMITS else 0
     with suppress(ProcessLookupError):
         program.kill()
-
-
-@asynccontextmanager
-async def _tools(task: HarnessTask, run: AttemptRun) -> AsyncIterator[str]:
-    if task.tools is None:
-        yield ""
-        return
-    async with run.serve_mcp(task.tools) as url:
-        yield url
-
-
-def _note(run: AttemptRun, spec: HarnessSpec, ended: _Ended, ending: Ending) -> None:
-    about = {
-        "ending": ending,
-        "status": ended.status,
-        "seconds": round(ended.seconds, 3),
-        "output": ended.said,
-    }
-    run.log_action("agent", spec.identity(), about)
-    run.log("agent_ended", agent=spec.name, ending=ending, status=ended.status)
 
 
 def _status(status: int | None) -> str:

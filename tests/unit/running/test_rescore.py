@@ -27,7 +27,7 @@ from support.views import looking_at
 from envserver import EngineError, Group, InputError, Score, ServiceError, Trajectory, main
 from envserver.export import group_line, group_of
 from envserver.models.engine import EngineRequest
-from envserver.rollouts.replaying import Player, RecordedServices, recorded_calls, told_calls
+from envserver.rollouts.replaying import Player, RecordedServices, calls_from, recorded_calls
 from envserver.running.replaying import read_record
 from envserver.running.rescoring import rescored_line
 
@@ -376,11 +376,11 @@ def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
         {"role": "user", "content": "and now?"},
         {"role": "assistant", "content": "now"},
     ]
-    (only,) = told_calls(talk, 1, "r")
+    (only,) = calls_from(talk, 1, "r")
     assert only.messages == talk[:3]
     assert only.answers[0].message == talk[3]
     with pytest.raises(InputError, match="The record has 2 of 3 calls"):
-        told_calls(talk, 3, "r")
+        calls_from(talk, 3, "r")
 
 
 def test_where_calls_were_not_kept_each_agent_s_are_read_off_its_own_talk(place: Path) -> None:
