@@ -100,8 +100,9 @@ def test_two_ranks_have_the_gradient_of_one(name: str, alone: Alone, by_two: Pat
         assert difference(found, expected) < 0.15
         assert all(value.dtype == torch.float32 for value in found.values())
         return
-    # The first update divides each gradient by its size, so that of rounding errors grows.
-    most = MOST_DIFFERENCE if CASES[name].updates == 1 else 1e-5
+    # The first update divides each gradient by its size, so that of rounding errors grows: up to
+    # 1.1e-5 was seen, by processor. A wrong mean is a thousand times as far away.
+    most = MOST_DIFFERENCE if CASES[name].updates == 1 else 5e-5
     if CASES[name].objective:  # bounds close to the sampling policy's own: sums nearly cancel
         most = 4e-6
     assert difference(found, expected) < most
