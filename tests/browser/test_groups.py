@@ -28,7 +28,7 @@ from envserver_records.timings import FailedAttempt, Printed, Timing
 from playwright.sync_api import Locator, Page, Route, expect
 from support.api import Api, running_api
 from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
-from support.case_files import cases
+from support.cases import cases_of
 from support.page_house import in_a_thread
 from support.stores import group
 from support.trajectories import trajectory
@@ -44,7 +44,7 @@ HOSTILE = (
     " \x1b[31mred\x1b[0m \u202eevil\u202c \u200bunseen\u200b \x00 \U000e0041"
 )
 LONG = "A line of a very long text, which has no end.\n" * 25_000  # more than a megabyte
-ODD = cases(__file__, "odd_messages.json")
+ODD = cases_of(__file__, "odd_messages.json")
 """Messages that are not as any API has them."""
 LONG_ROW = 30_000
 _ENVIRONMENTS = ("math", "code", "tau", "video")

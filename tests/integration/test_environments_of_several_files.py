@@ -3,19 +3,19 @@
 import colorsys
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, NotFoundError
+from support.cases import cases_of
 from support.commands import read_jsonl, rollouts_of, typed
 from support.extent import first_of
 
 from envserver.registry import absolute, find
 
 FOLDERS = Path(__file__).parents[1] / "support" / "multi_file"
-CASES = tomllib.loads(Path(__file__).with_name("environments_of_several_files.toml").read_text())
+CASES = cases_of(__file__, "environments_of_several_files.toml")
 RIGHT = "--model sim --sim.solve_probability 1 --sim.openers false"
 QUICK = (
     f"{RIGHT} --env.group_size 2 --env.ensure_scores_are_not_same false --workers.processes 1"

@@ -266,22 +266,23 @@ def compare(ours: Shape, theirs: Shape) -> None:
         assert len(solid) <= 1, f"{place}: {ours[place]} but vLLM {theirs[place]}"
 
 
+def vllms(server: VllmServer, path: str, body: dict[str, Any]) -> httpx.Response:
+    body = {**body, "model": server.model}
+    response = httpx.post(server.root_url + path, json=body, timeout=PATIENCE)
+    assert response.status_code == 200, response.text
+    return response
+
+
 @pytest.mark.parametrize(("path", "body"), CASES, ids=lambda case: str(case)[:60])
 async def test_answers_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
-    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
-        response = await client.post(path, json={**body, "model": vllm_server.model})
-    assert response.status_code == 200, response.text
     ours = await engine().post(EngineRequest(path, {**body, "model": "sim"}, "", 10))
-    compare(shape(ours), shape(response.json()))
+    compare(shape(ours), shape(vllms(vllm_server, path, body).json()))
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS, ids=lambda case: str(case)[:60])
 async def test_chunks_are_vllms(vllm_server: VllmServer, path: str, body: dict[str, Any]) -> None:
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    async with httpx.AsyncClient(base_url=vllm_server.root_url, timeout=PATIENCE) as client:
-        response = await client.post(path, json={**body, "model": vllm_server.model})
-    assert response.status_code == 200, response.text
-    theirs = events(response.text)
+    theirs = events(vllms(vllm_server, path, body).text)
     async with engine().stream(EngineRequest(path, {**body, "model": "sim"}, "", 10)) as stream:
         ours = [chunk async for chunk in stream]
     compare(merged(ours), merged(theirs))

@@ -1,10 +1,14 @@
 """Cases that lie as data beside their tests."""
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 
-def cases_of(file: str) -> dict[str, Any]:
-    """Returns what the TOML file beside `file` holds, which has its name."""
-    return tomllib.loads(Path(file).with_suffix(".toml").read_text(encoding="utf-8"))
+def cases_of(file: str, name: str = "") -> Any:
+    """Returns what a TOML or JSON file beside `file` holds; without `name` the TOML file of its
+    name."""
+    path = Path(file).with_name(name) if name else Path(file).with_suffix(".toml")
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ from typing import Any
 import pytest
 from envserver_environments.smolagents_integration import set_earlier_defaults
 from envserver_local.simulated import ASSETS
+from support.cases import cases_of
 from support.commands import environment_variables, envserver, read_jsonl, running
 from support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[3]
-SECTIONS = tomllib.loads(Path(__file__).with_name("lines.toml").read_text())["section"]
+SECTIONS = cases_of(__file__, "lines.toml")["section"]
 BLOCKS = re.findall(
     r"^### (.+?)\n.*?^```bash\n(.+?)^```", (ROOT / "docs/coming-from.md").read_text(), re.M | re.S
 )

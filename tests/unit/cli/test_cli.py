@@ -4,7 +4,6 @@ import os
 import pwd
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from unittest.mock import AsyncMock, Mock
 
@@ -127,7 +126,7 @@ def test_help_shows_the_settings_of_the_environment(run: Run) -> None:
     assert "--openai.api_key secret [unset]" in told
 
 
-MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())["commands"]
+MISTAKES = cases_of(__file__, "mistakes.toml")["commands"]
 
 
 def test_mistakes_are_one_clear_line(run: Run) -> None:

@@ -1,7 +1,6 @@
 """Where settings come from, which source wins, and what every mistake is told."""
 
 import shlex
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ from envserver_records.errors import ConfigError, NotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from support.cases import cases_of
 from support.extent import examples
 
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
 from envserver.cli.settings import export_dotenv, load_settings
 from envserver.settings.section import Section
 
-MISTAKES = tomllib.loads(Path(__file__).with_name("mistakes.toml").read_text())
+MISTAKES = cases_of(__file__, "mistakes.toml")
 TOO_DEEP = "env: " + "[" * 5000
 
 

@@ -5,7 +5,6 @@ import base64
 import json
 import pickle
 import re
-import tomllib
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +28,7 @@ CASES = cases_of(__file__)
 ROWS, FUNCTIONS, PUBLISHED = CASES["programs"], CASES["functions"], CASES["published"]
 TESTS = ROWS["tests"]
 SUM, PAIRS, TEXT = TESTS["code"], TESTS["tests"], TESTS["instruction"]
-SUMS = tomllib.loads(Path(__file__).with_name("test_code_scoring.toml").read_text())["sums"]
+SUMS = cases_of(__file__, "test_code_scoring.toml")["sums"]
 """Programs by the share of PAIRS that they pass."""
 
 

@@ -18,7 +18,7 @@ from envserver_environments.code.known import FAST, SLOW, cheats_for
 from envserver_environments.mhqa.metrics import SPECIAL
 from envserver_environments.router.course import plan_of
 from envserver_environments.tau.domains.loading import OWN
-from support.case_files import cases
+from support.cases import cases_of
 from support.commands import envserver as command
 from support.commands import read_jsonl
 from support.extent import first_of
@@ -61,7 +61,7 @@ def first(environment: Environment, split: Split = "train", most: int = 60) -> l
     return list(islice(environment.tasks(split), most))
 
 
-CASES = cases(__file__, "contract_cases.json")
+CASES = cases_of(__file__, "contract_cases.json")
 WRONG = CASES["wrong_settings"]
 """Of environments: settings, and what their refusal says."""
 

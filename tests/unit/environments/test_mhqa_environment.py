@@ -11,14 +11,14 @@ from envserver_environments.mhqa.env import Mhqa
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.case_files import cases
+from support.cases import cases_of
 from support.extent import examples
 
 from envserver import InputError, Result, Task
 
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
-CASES = cases(__file__, "mhqa_cases.json")
+CASES = cases_of(__file__, "mhqa_cases.json")
 ROWS: dict[str, dict[str, Any]] = CASES["rows"]
 """One question as each data set has it."""
 

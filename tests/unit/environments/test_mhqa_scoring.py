@@ -18,12 +18,12 @@ from envserver_environments.mhqa.metrics import (
 from envserver_environments.mhqa.scoring import extract_answer
 from hypothesis import given
 from hypothesis import strategies as st
-from support.case_files import cases
+from support.cases import cases_of
 from support.scripted_run import call
 
 from envserver import Result, Score
 
-CASES = cases(__file__, "mhqa_cases.json")
+CASES = cases_of(__file__, "mhqa_cases.json")
 
 
 def scored(response: str, answer: str | list[str], **row: Any) -> Score:

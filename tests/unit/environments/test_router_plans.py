@@ -22,10 +22,10 @@ from envserver_environments.router.course import (
 from envserver_environments.router.scoring import likeness
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.case_files import cases
+from support.cases import cases_of
 from support.extent import examples
 
-CASES = cases(__file__, "router_cases.json")
+CASES = cases_of(__file__, "router_cases.json")
 TOOLS = {
     "math": ("solve", "calculate"),
     "code": ("write", "run_tests"),

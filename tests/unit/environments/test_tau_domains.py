@@ -19,10 +19,10 @@ from envserver_environments.tau.domains.toolkit import calculate, result_text
 from envserver_environments.tau.domains.world import Domain, DomainKind, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.case_files import cases
+from support.cases import cases_of
 from support.extent import examples
 
-CASES = cases(__file__, "tau_calls.json")
+CASES = cases_of(__file__, "tau_calls.json")
 
 
 def domain_of(kind: DomainKind, model: Any, content: Any) -> Domain:

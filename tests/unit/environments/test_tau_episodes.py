@@ -28,12 +28,12 @@ from envserver_environments.tau.evaluation import (
 )
 from envserver_environments.tau.replays import play
 from envserver_environments.tau.tasks import Action, read_task
-from support.case_files import cases
+from support.cases import cases_of
 from support.tau_todo import todo_list
 
 from envserver import InputError, Message, Score
 
-CASES = cases(__file__, "tau_talks.json")
+CASES = cases_of(__file__, "tau_talks.json")
 DONE, LOOK, WRONG = (CASES["said"][name]["tool_calls"][0] for name in ("DONE", "LOOK", "WRONG"))
 
 

@@ -12,13 +12,13 @@ from envserver_environments.video.data_sets import SAMPLE, read_item
 from envserver_environments.video.env import Video
 from hypothesis import given
 from hypothesis import strategies as st
-from support.case_files import cases
+from support.cases import cases_of
 from support.commands import read_jsonl
 from support.scripted_run import call
 
 from envserver import ConfigError, InputError, NotFoundError, Result, Task
 
-CASES = cases(__file__, "video_cases.json")
+CASES = cases_of(__file__, "video_cases.json")
 ROWS = read_jsonl(SAMPLE)
 
 

@@ -4,12 +4,10 @@ import base64
 import io
 import itertools
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from envserver_environments.visual_counting.env import COLOURS, VisualCounting
 from PIL import Image, ImageOps
-from support.commands import envserver, read_jsonl
 
 NAMES = {colour: name for name, colour in COLOURS.items()}
 
@@ -40,16 +38,3 @@ def test_the_count_is_what_the_picture_shows(settings: dict[str, int]) -> None:
         assert shapes[colour, kind.removesuffix("s")] == task.hidden["count"]
         counts[task.hidden["count"]] += 1
     assert set(counts) == set(range(1, environment.config.most + 1))
-
-
-def test_tokens_about_an_image_that_cannot_be_placed_are_not_trained(tmp_path: Path) -> None:
-    """The simulated engine does not say which tokens stand for the image."""
-    words = ["--env.total_steps", 1, "--env.group_size", 2, "--sim.solve_probability", 1]
-    words += ["--env.ensure_scores_are_not_same", "false", "--out", "out.jsonl"]
-    command = ["process", "--env", "visual_counting", "--model", "sim", *words]
-    made = envserver(*command, folder=tmp_path)
-    assert made.returncode == 0, made.stderr
-    (group,) = read_jsonl(tmp_path / "out.jsonl")
-    assert group["scores"] == [1.0, 1.0]
-    assert {mask for row in group["masks"] for mask in row} <= {-100}
-    assert all("images_unplaced" in one["flags"] for one in group["envserver"]["rollouts"])

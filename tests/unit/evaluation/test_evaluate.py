@@ -4,7 +4,6 @@ environment and of several."""
 import csv
 import itertools
 import shutil
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from envserver_environments.tau.evaluation import pass_hat_ks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import envserver, group_ids, read_jsonl
 from support.extent import examples
 from support.in_process import Run
@@ -259,7 +259,7 @@ def test_a_folder_is_evaluated_and_its_report_follows_from_groups(evaluate: Run,
     assert Path("cmp/comparison.html").exists()
 
 
-REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
+REFUSED = cases_of(__file__, "refused.toml")
 
 
 @pytest.mark.parametrize("line", REFUSED)

@@ -15,6 +15,7 @@ from envserver_factory.publishing.models import Result, split_card, with_results
 from envserver_factory.trajectories import unified_of_foreign
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.hub import running_hub
 from support.in_process import Run
@@ -23,7 +24,7 @@ from support.waiting import PATIENCE
 
 from envserver.export import problems_of
 
-CASES = json.loads(Path(__file__).with_name("trajectories.json").read_text())
+CASES = cases_of(__file__, "trajectories.json")
 """What there is to convert, and what is wrong with a document. `foreign`: a trajectory, and its
 question, actions and answer; what ojo1996/VideoMultiAgents_HOEY's converter makes of it, but for
 what that loses."""

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import time
-import tomllib
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -15,6 +14,7 @@ from envserver_records.errors import ConfigError, TemplateRefused
 from envserver_records.records import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.cpu import cpu_limit
 from support.extent import examples
 from support.talk import written
@@ -28,8 +28,8 @@ from envserver.proxy.engine_client.answer_parser import AnswerParser, format_of_
 from envserver.tokens.chat_format import ChatFormat, ChatTemplate
 from envserver.tokens.prepare import Refused, template_kwargs
 
-TEMPLATES = tomllib.loads(Path(__file__).with_name("chat_templates.toml").read_text())
-MESSAGES = json.loads(Path(__file__).with_name("chat_messages.json").read_text())
+TEMPLATES = cases_of(__file__, "chat_templates.toml")
+MESSAGES = cases_of(__file__, "chat_messages.json")
 SYSTEM = {"role": "system", "content": "s"}
 DEVELOPER = {"role": "developer", "content": "d"}
 PRINTS_ALL = "{{ messages | tojson }}{{ tools | tojson if tools }}"
@@ -161,7 +161,7 @@ def test_prompts_are_those_of_vllm(vllm_server: VllmServer) -> None:
 
 # This project's parsers of model output: tool calls, reasoning, and the text around them
 
-PARSED = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
+PARSED = cases_of(__file__, "parsers.toml")
 WRITERS = {
     "hermes": ("qwen2_5", "qwen3", "qwen3_vl", "qwen3_instruct_2507"),
     "functions": ("qwen3_5_think", "qwen3_6", "nemotron_3_nano"),

@@ -7,16 +7,15 @@ import asyncio
 import gzip
 import itertools
 import json
-import tomllib
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from envserver_records.errors import EngineError, EngineGarbage, EngineTimeout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.raw_server import End, RawServer, chunked, cut, head, raw_server
 from support.waiting import PATIENCE, until
@@ -117,9 +116,7 @@ def bench() -> Iterator[Bench]:
 
 BYTES: dict[str, list[bytes]] = {
     name: [text.encode("latin-1") for text in texts]
-    for name, texts in tomllib.loads(
-        Path(__file__).with_name("engine_bytes.toml").read_text()
-    ).items()
+    for name, texts in cases_of(__file__, "engine_bytes.toml").items()
 }
 
 

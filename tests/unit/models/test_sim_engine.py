@@ -62,7 +62,7 @@ from envserver.running.simulated_server import demonstration_solver, question_te
 
 CASES = cases_of(__file__)
 
-WRONG = json.loads(Path(__file__).with_name("sim_wrong_requests.json").read_text())
+WRONG = cases_of(__file__, "sim_wrong_requests.json")
 """A path, what makes a request wrong, and the field that is named."""
 
 # --- tokens -----------------------------------------------------------------------------------

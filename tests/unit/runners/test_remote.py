@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +28,7 @@ from support.api import (
     spoiled,
     stream_group,
 )
+from support.cases import cases_of
 from support.clocks import Clock
 from support.commands import free_port
 from support.doors import doors
@@ -127,7 +127,7 @@ def test_a_name_is_held_by_one_process_and_kept_for_the_next(tmp_path: Path) -> 
 # Groups
 
 
-COLUMNS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
+COLUMNS = cases_of(__file__, "refused.toml")
 GOOD = pack(stream_group(0))
 REFUSED = {
     "$": [b"", GOOD[:-9], b"\x91" * 5000],

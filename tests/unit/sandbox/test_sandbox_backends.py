@@ -16,7 +16,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ PROJECT = Path(__file__).parents[3]
 OURS = system.OUR_PACKAGES
 X86 = platform.machine() == "x86_64"
 LIBC = ctypes.CDLL(None, use_errno=True)
-TABLE = tomllib.loads(Path(__file__).with_name("seccomp_calls.toml").read_text())
+TABLE = cases_of(__file__, "seccomp_calls.toml")
 
 is_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 

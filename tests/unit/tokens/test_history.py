@@ -2,9 +2,7 @@
 
 import json
 import re
-import tomllib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from envserver_records.errors import EngineRefused
 from envserver_records.records import Call, Message, Sequence, pack, unpack
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.forests import ACTIONS, calls_of, calm, forests, reference_rows
 from support.odd_prompts import REQUESTS, our_text
@@ -365,7 +364,7 @@ def test_rows_are_those_of_the_definition_and_train_every_sampled_token_once(
     assert trained == sum(len(c.completion_ids) for c in calls if c.exact and not c.flags)
 
 
-FORESTS = tomllib.loads(Path(__file__).with_name("forests.toml").read_text())
+FORESTS = cases_of(__file__, "forests.toml")
 ROWS = FORESTS["rows"]
 
 

@@ -7,7 +7,6 @@ suffix must be refused.
 
 import importlib.util
 import re
-import tomllib
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from envserver_records.records import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import extent
+from support.cases import cases_of
 from support.templates import (
     CASES,
     KINDS,
@@ -162,7 +162,7 @@ def test_real_templates_go_on_as_they_write() -> None:
 
 
 ONE = call({"expression": "1"})
-ENDED = tomllib.loads(Path(__file__).with_name("ends.toml").read_text())["ends"]
+ENDED = cases_of(__file__, "ends.toml")["ends"]
 
 
 @pytest.mark.parametrize(("sampled", "finish", "reason", "calls", "follows"), ENDED)
@@ -260,7 +260,7 @@ ASKED, HEAD, END, THEN = "<U>How much?<E>", "<A>", "<E>", "<U>And now?<E><A>"
 CALLS = (("call-1", "add", '{"one":1.5,"two":["a \\"b\\"",true]}'),)
 WRITTEN = '<call>{"one": 1.5, "two": ["a \\"b\\"", true], "name": "add"}</call>'
 SAMPLED = '<call>{"name": "add", "arguments": {"one": 1.5, "two": ["a \\"b\\"", true]}}</call>'
-TURNS = tomllib.loads(Path(__file__).with_name("comparisons.toml").read_text())["turns"]
+TURNS = cases_of(__file__, "comparisons.toml")["turns"]
 
 
 @pytest.mark.parametrize(("sampled", "shown", "more", "differences"), TURNS)

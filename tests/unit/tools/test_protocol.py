@@ -1,10 +1,7 @@
 """The text protocol: what a message says, and the loop between model and tools."""
 
-import json
 import re
 import time
-import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +10,7 @@ from envserver_tools.calling import Tool, ToolError, function_tool, toolbox
 from envserver_tools.protocol import FORMAT, Part, ProtocolRun, Window, parse_message, run_protocol
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.cpu import cpu_limit
 from support.extent import examples
 
@@ -21,7 +19,7 @@ from envserver import Reply
 CALL = 'TOOL_CALL: {"tool": "look", "args": {"path": "a"}}'
 
 
-MESSAGES = tomllib.loads(Path(__file__).with_name("messages.toml").read_text())["message"]
+MESSAGES = cases_of(__file__, "messages.toml")["message"]
 
 
 def short(part: Part) -> Any:
@@ -194,7 +192,7 @@ async def test_old_turns_are_left_out_in_pairs_when_the_context_is_full() -> Non
 
 # The calculator: right values as text, a refusal for everything else, always at once --------------
 
-CASES = json.loads(Path(__file__).with_name("calculator.json").read_text())
+CASES = cases_of(__file__, "calculator.json")
 NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]\d+)?")
 
 

@@ -100,7 +100,7 @@ async def answer(one: Tool, arguments: Any) -> str:
 
 
 def test_the_schema_comes_from_types_and_docstring() -> None:
-    expected = json.loads(Path(__file__).with_name("measure.json").read_text())
+    expected = cases_of(__file__, "measure.json")
     assert measure.description["function"] == expected
 
 
