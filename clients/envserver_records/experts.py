@@ -56,7 +56,7 @@ def row_experts(experts: RoutedExperts | None, mask: NDArray[np.uint8]) -> Table
     return table
 
 
-def told_experts(column: Any, row: int) -> RoutedExperts | None:
+def experts_of_row(column: Any, row: int) -> RoutedExperts | None:
     """Returns the experts of a row in JSON: `column` has text or null for each row."""
     if column is None:
         return None

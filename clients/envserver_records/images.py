@@ -62,7 +62,7 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
     ]
 
 
-def told_images(column: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
+def images_of_row(column: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
     """Returns the images of a row in JSON: `column` has for each row a list of spans as objects."""
     try:
         spans = [ImageSpan(**one) for one in column[row]]

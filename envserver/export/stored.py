@@ -14,8 +14,8 @@ from typing import Any, Final, get_type_hints
 import msgspec
 import numpy as np
 from envserver_records.errors import Failure, InputError
-from envserver_records.experts import Table, experts_from, row_experts, told_experts
-from envserver_records.images import ImageSpan, RowImage, told_images
+from envserver_records.experts import Table, experts_from, experts_of_row, row_experts
+from envserver_records.images import ImageSpan, RowImage, images_of_row
 from envserver_records.packing import ready
 from envserver_records.records import (
     Conversation,
@@ -338,7 +338,7 @@ def _images(columns: _Line, facts: _Facts, row: int) -> list[RowImage]:
     """Returns the images of a row; none where only a foreign program knows their form."""
     if not facts.images or not columns.images:
         return []
-    return told_images(columns.images, row, facts.images, len(columns.tokens[row]))
+    return images_of_row(columns.images, row, facts.images, len(columns.tokens[row]))
 
 
 def _row(columns: _Line, facts: _Facts, row: int, parsed: _Rollout, number: int) -> StoredRow:
@@ -362,7 +362,7 @@ def _row(columns: _Line, facts: _Facts, row: int, parsed: _Rollout, number: int)
         flags=parsed.row_flags[number] if number < len(parsed.row_flags) else parsed.flags,
         versions=parsed.versions[number] if number < len(parsed.versions) else [],
         images=_images(columns, facts, row),
-        experts=row_experts(told_experts(facts.experts, row), mask),
+        experts=row_experts(experts_of_row(facts.experts, row), mask),
     )
 
 

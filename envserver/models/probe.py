@@ -470,7 +470,7 @@ EngineMode = Literal["tokens", "completions", "chat", "opaque"]
 
 _BETTER: tuple[EngineMode, ...] = ("tokens", "completions", "chat")
 _NOT_PAUSABLE = (
-    "It has no /is_paused. If nobody else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
+    "It has no /is_paused. If no one else can reach it, start vLLM with VLLM_SERVER_DEV_MODE=1."
 )
 
 

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from envserver_records import Group, Sequence, Trajectory, unpack
 from envserver_records.errors import ConflictError, InputError, NotFoundError
-from envserver_records.experts import row_experts, told_experts
+from envserver_records.experts import experts_of_row, row_experts
 from envserver_records.http_errors import authorization
-from envserver_records.images import RowImage, images_of, told_images
+from envserver_records.images import RowImage, images_of, images_of_row
 from envserver_records.packing import ready
 from envserver_records.records import Tokens, digest_after, is_intact, link_of
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
@@ -269,7 +269,7 @@ class _Reader:
         try:
             images = self._images(number)
             kind = "experts"
-            row_experts(told_experts(self._facts.experts, number), trained.astype(np.uint8))
+            row_experts(experts_of_row(self._facts.experts, number), trained.astype(np.uint8))
         except ValueError as error:
             self._find(kind, str(error), rollout_id=rollout_id, row=number)
             return
@@ -294,7 +294,7 @@ class _Reader:
         if not self._line.images or self._line.envserver is None:
             return []
         size = len(self._line.tokens[number])
-        return told_images(self._line.images, number, self._facts.images, size)
+        return images_of_row(self._line.images, number, self._facts.images, size)
 
     def _versions(self, rollout: _Rollout | None, index: int, trained: Column) -> Tokens | None:
         """Returns int32[T]; None if the spans do not fit the row."""

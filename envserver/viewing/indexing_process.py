@@ -51,7 +51,7 @@ class Indexing:
         self.progress = Progress()
         self.index = index
         self._process = process
-        self._told = 0
+        self._shown = 0
 
     async def first(self) -> None:
         """Waits until the index can be read. Raises StoreError: it cannot be made."""
@@ -77,9 +77,9 @@ class Indexing:
         return bool(line) and not self.progress.error
 
     def _warn(self) -> None:
-        for message in self.progress.first_problems[self._told :]:
+        for message in self.progress.first_problems[self._shown :]:
             log.warning("view.skipped", message=message)
-        self._told = len(self.progress.first_problems)
+        self._shown = len(self.progress.first_problems)
 
 
 @asynccontextmanager
@@ -120,7 +120,7 @@ async def follow_index(feed: Feed, groups: GroupLookups, indexing: Indexing) -> 
         try:
             await tell_groups(feed, groups, indexing.progress.groups)
         except StoreError as error:  # the next step tells of them
-            log.warning("view.groups_not_told", error=str(error))
+            log.warning("view.groups_not_announced", error=str(error))
 
 
 async def follow_store(feed: Feed, groups: GroupLookups) -> None:
