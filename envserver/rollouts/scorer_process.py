@@ -48,7 +48,8 @@ from ..environment import Environment
 from ..folders import import_path
 from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
-from ..sandbox.maker import SandboxAddress, WatchedSandboxes
+from ..sandbox.maker import SandboxAddress
+from ..sandbox.opening import WatchedSandboxes
 from ..tools.calling import place_of
 from ..workers import linux
 from ..workers.failures import bug_of

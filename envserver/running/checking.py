@@ -45,7 +45,7 @@ from ..rollouts.rewards import range_of
 from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
-from ..sandbox.maker import WatchedSandboxes
+from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..tokens.vocabulary import Vocabulary
 from .context import played_context

@@ -41,7 +41,7 @@ from ..rollouts.rewards import roles_of
 from ..rollouts.scorer_process import declared_by
 from ..rollouts.scoring import ScorerPool
 from ..sandbox.attempt_sandboxes import AttemptSandboxes
-from ..sandbox.maker import sandboxes_at
+from ..sandbox.opening import sandboxes_at
 from ..sandbox.outer import PLACE
 from ..sandbox.source import SandboxSource
 from ..sandbox.wire import NAMESPACE_BACKENDS

@@ -9,7 +9,7 @@ from ..api.sandboxes import create_sandbox_api
 from ..http.health import Health, Metrics
 from ..http.server import RunningServer, serve_api
 from ..sandbox.machine import SandboxMachine
-from ..sandbox.maker import sandboxes_at
+from ..sandbox.opening import sandboxes_at
 from ..sandbox.service import SandboxService
 from ..telemetry.process import LoopLag
 from .run_settings import SandboxesServeSettings

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from ..environment import Environment, Isolation
 from ..folders import loaded_paths
-from ..sandbox.maker import SandboxMaker, WatchedSandboxes
+from ..sandbox.maker import SandboxMaker
+from ..sandbox.opening import WatchedSandboxes
 from ..sandbox.service import SandboxService
 from ..sandbox.source import SandboxSource, custom_sandboxes, machines_of
 from ..settings.config import SandboxConfig

@@ -38,7 +38,8 @@ from ..judges.server import JudgeServer
 from ..registry import absolute, find
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScorerPool
-from ..sandbox.maker import SandboxAddress, WatchedSandboxes
+from ..sandbox.maker import SandboxAddress
+from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import SandboxConfig
 from ..settings.runs import JudgeConfig
 from .judging import judge_line, judge_of, scorer_processes

@@ -1,16 +1,16 @@
 """What makes sandboxes: the supervisor of this machine (`client.SandboxClient`), other machines
-(`machines.Machines`), or a user-supplied class (`source.CustomSandboxes`); and opening some."""
+(`machines.Machines`), or a user-supplied class (`source.CustomSandboxes`)."""
 
 from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from envserver_records.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable
+from envserver_records.errors import ConfigError, SandboxLost
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
@@ -108,20 +108,6 @@ async def not_lost(request: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-def sandboxes_at(address: SandboxAddress) -> SandboxMaker:
-    if isinstance(address, RemoteAddress):
-        from .machines import Machines  # an HTTP client, which few scorers need
-
-        return Machines(address)
-    if isinstance(address, ForeignAddress):
-        from .source import CustomSandboxes
-
-        return CustomSandboxes(address.reference)
-    from .client import SandboxClient
-
-    return SandboxClient(address)
-
-
 def guarded(
     method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[GuardedSandbox, P], Coroutine[Any, Any, T]]:
@@ -152,34 +138,3 @@ class GuardedSandbox:
 
     async def close(self) -> None:
         await self.sandbox.close()
-
-
-class WatchedSandboxes:
-    """Sandboxes for scorers and `tasks`, in any event loop and thread: each has its own connection,
-    and ends with the process.
-
-    A failure of the sandbox is remembered, because a scorer may mistake it for a failure of the
-    model: its score of that rollout does not count.
-    """
-
-    def __init__(self, address: SandboxAddress) -> None:
-        self.address = address
-        self.failure: SandboxError | None = None
-        """The failure since this was last set to None. A sandbox that could not be made is forgiven
-        when another one can; a sandbox that was lost is not."""
-
-    @asynccontextmanager
-    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        async with sandboxes_at(self.address) as maker, AsyncExitStack() as stack:
-            sandbox = await self.watch(stack.enter_async_context(maker.open(spec)))
-            if isinstance(self.failure, SandboxUnavailable):
-                self.failure = None
-            yield GuardedSandbox(sandbox, lambda request: self.watch(not_lost(request)))
-
-    async def watch(self, request: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await request
-        except SandboxError as error:
-            if self.failure is None or isinstance(self.failure, SandboxUnavailable):
-                self.failure = error
-            raise

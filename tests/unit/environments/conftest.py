@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from envserver import SandboxConfig, Sandboxes
-from envserver.sandbox.maker import WatchedSandboxes
+from envserver.sandbox.opening import WatchedSandboxes
 from envserver.sandbox.service import SandboxService
 
 

@@ -29,7 +29,7 @@ from envserver import ConfigError, InputError, SandboxConfig, Sandboxes, Sandbox
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.sandbox import service
 from envserver.sandbox.attempt_sandboxes import AttemptSandboxes
-from envserver.sandbox.maker import WatchedSandboxes
+from envserver.sandbox.opening import WatchedSandboxes
 from envserver.sandbox.requests import Open
 from envserver.sandbox.service import SandboxService
 

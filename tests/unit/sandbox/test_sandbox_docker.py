@@ -28,7 +28,7 @@ from envserver.sandbox import docker, service
 from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.container import CgroupAccounts
 from envserver.sandbox.docker import find_engine, new_prefix, remove_leftovers
-from envserver.sandbox.maker import WatchedSandboxes, sandboxes_at
+from envserver.sandbox.opening import WatchedSandboxes, sandboxes_at
 from envserver.sandbox.service import SandboxService, probe
 from envserver.sandbox.source import custom_sandboxes
 
