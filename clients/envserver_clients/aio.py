@@ -330,8 +330,8 @@ class EnvClient:
         await self._close_lease("nack", batch, reason=reason)
 
     async def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
-        """Takes groups that cannot be used out of the batch: they are never delivered again. The
-        batch is acknowledged as usual.
+        """Takes groups that cannot be used out of the batch: they are never delivered again. Train
+        on the others, and acknowledge the batch as usual.
         """
         await self._on_lease("nack", batch, group_ids=list(group_ids), reason=reason)
 

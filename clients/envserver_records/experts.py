@@ -24,7 +24,8 @@ _LARGEST = 2**16 - 1
 class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, eq=False):
     """Experts of N consecutive tokens.
 
-    `start`: position of the first one in its call or row. `ids`: [N * layers * per_token].
+    `start`: position of the first one in its call or row. `ids`: uint8 or uint16,
+    [N * layers * per_token].
     """
 
     start: int

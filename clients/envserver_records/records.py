@@ -92,7 +92,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         edge: how it continues that call.
         refusal: why the prompt was rendered from scratch although an earlier call matched, or None.
         served_model: the model name in the engine's answer.
-        reported_tokens: the engine's counts of prompt and completion tokens, if it returns no ids.
+        told_tokens: the engine's counts of prompt and completion tokens, if it returns no ids.
         started_at: `time.time()`; `seconds` from there to the commit, `seconds_to_first` to the
             first chunk of a stream.
         flags: see `tokens.flags`.
@@ -129,7 +129,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     edge: Edge = "root"
     refusal: str | None = None
     served_model: str = ""
-    reported_tokens: tuple[int, int] = (0, 0)
+    told_tokens: tuple[int, int] = (0, 0)
     started_at: float = 0.0
     seconds: float = 0.0
     seconds_to_first: float | None = None

@@ -144,7 +144,7 @@ def _call(
         stop_reason=choice.stop_reason,
         eot_sampled=finish in ("stop", "tool_calls") and not isinstance(choice.stop_reason, str),
         served_model=engine_answer.model,
-        reported_tokens=_reported_tokens(engine_answer, choice, prompt_ids, ids),
+        told_tokens=_told_tokens(engine_answer, choice, prompt_ids, ids),
         flags=_distinct(flags),
         images=images or [],
         experts=choice.experts,
@@ -175,7 +175,7 @@ def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallCont
     return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
 
 
-def _reported_tokens(
+def _told_tokens(
     engine_answer: EngineAnswer,
     choice: SampledChoice,
     prompt_ids: NDArray[np.int32] | None,

@@ -39,8 +39,8 @@ def tokens_of(calls: Iterable[Call]) -> tuple[int, int]:
     prompt = completion = 0
     for call in calls:
         if call.choice == 0:
-            prompt += len(call.prompt_ids) + call.reported_tokens[0]
-        completion += len(call.completion_ids) + call.reported_tokens[1]
+            prompt += len(call.prompt_ids) + call.told_tokens[0]
+        completion += len(call.completion_ids) + call.told_tokens[1]
     return prompt, completion
 
 

@@ -324,7 +324,7 @@ def untrained_of(
     does not count, unless it drops the rollout. `need_exact`: whether a flag can drop it."""
     calls = list(calls)
     if need_exact and actions.worst(flags) == "drop":
-        sampled = sum(len(call.completion_ids) or call.reported_tokens[1] for call in calls)
+        sampled = sum(len(call.completion_ids) or call.told_tokens[1] for call in calls)
         dropping = next(flag for flag in flags if actions.of(flag) == "drop")
         return Untrained(sampled, {dropping: sampled} if sampled else {})
     exact = [call for call in calls if call.exact]

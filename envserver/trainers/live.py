@@ -372,7 +372,7 @@ class Follower:
             try:
                 await self._tell_groups()
             except StoreError as error:  # the next look publishes them
-                log.warning("groups_not_announced", error=str(error))
+                log.warning("groups_not_told", error=str(error))
             await self._note_drops()
             self._tell_failures()
             self._tell_runs()

@@ -120,7 +120,7 @@ async def follow_index(feed: Feed, groups: GroupLookups, indexing: Indexing) -> 
         try:
             await tell_groups(feed, groups, indexing.progress.groups)
         except StoreError as error:  # the next step tells of them
-            log.warning("view.groups_not_announced", error=str(error))
+            log.warning("view.groups_not_told", error=str(error))
 
 
 async def follow_store(feed: Feed, groups: GroupLookups) -> None:

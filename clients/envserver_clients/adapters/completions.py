@@ -168,7 +168,8 @@ class GroupOrder:
 async def complete_groups(
     client: Rollouts, wish: GroupOrder, *, tries: int = 3, timeout_seconds: float = 3600.0
 ) -> list[list[Trajectory]]:
-    """Returns a complete group for each task, in order; each is ordered up to `tries` times.
+    """Returns a complete group for each task, in order; each is ordered up to `tries` times, each
+    of `timeout_seconds`.
 
     Raises RolloutsLost: groups are incomplete after all tries.
     """

@@ -61,6 +61,8 @@ class PromptCheck:
             published weights.
         tolerance: maximum difference of one token's logprob. In float32 1e-3 is far above rounding;
             in bfloat16 rounding alone causes about 0.1.
+
+    Raises InputError: there is nothing to compare, or not one logprob for each token.
     """
 
     prompt_ids: Sequence[int]

@@ -199,7 +199,7 @@ def trained_roles(env: Any) -> dict[str, bool]:
     with ThreadPoolExecutor(1) as thread:  # here an event loop may run
         try:
             thread.submit(lambda: asyncio.run(env.setup(seats))).result()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"Its setup failed: {error}") from error
     return {role: bool(getattr(seats, role).trainable) for role in roles_of(type(env.config))}
 

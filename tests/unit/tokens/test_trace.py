@@ -48,7 +48,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "edge": st.sampled_from(get_args(Edge)),
     "refusal": st.one_of(st.none(), text),
     "served_model": text,
-    "reported_tokens": st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    "told_tokens": st.tuples(st.integers(0, 9), st.integers(0, 9)),
     "started_at": st.floats(0, 2e9),
     "seconds": st.floats(0, 9),
     "seconds_to_first": st.one_of(st.none(), st.floats(0, 9)),

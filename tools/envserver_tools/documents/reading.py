@@ -230,7 +230,7 @@ def _read(data: bytes, kind: str, base_url: str, limits: Limits) -> Text:
 
 
 def decoded(data: bytes) -> str:
-    r"""By its byte order mark, as UTF-8, or byte by byte; line ends become "\ "."""
+    r"""By its byte order mark, as UTF-8, or byte by byte; line ends become "\n"."""
     text = data.decode(_encoding(data) or "latin-1", errors="replace")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
