@@ -185,7 +185,7 @@ def find_command(name: str) -> Command | None:
 
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
-    """Runs one command; returns the exit status.
+    """Runs one command; returns the exit status. `argv`: unset: that of this process.
     `environment`: what `--env` would name (`python -m environments.math ...`).
     """
     _open_closed_streams()

@@ -207,7 +207,8 @@ async def pairwise_comparison(
     reference: str | None = None,
     **sampling: Any,
 ) -> float:
-    """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; raises JudgeError."""
+    """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; asked in this order only.
+    Raises JudgeError."""
     asked = {"question": question, "A": first, "B": second, "criterion": criterion}
     if reference is not None:
         asked["reference"] = reference

@@ -320,6 +320,8 @@ def _names(engine: Engine) -> list[str]:
     words = ("ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
     try:
         out = _output(engine.program, engine.variables, *words, seconds=_CLEANUP_SECONDS)
+    except subprocess.CalledProcessError as error:
+        out = error.stdout or b""  # what it could list
     except (OSError, subprocess.SubprocessError):
         return []
     return out.decode().split()

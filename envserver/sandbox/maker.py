@@ -113,7 +113,12 @@ def guarded(
 ) -> Callable[Concatenate[GuardedSandbox, P], Coroutine[Any, Any, T]]:
     @functools.wraps(method)
     async def call(self: GuardedSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = await self.guard(getattr(self.sandbox, method.__name__)(*args, **kwargs))
+        async def request() -> T:
+            # The call itself is guarded, too: a user's class may lack the method.
+            made: T = await getattr(self.sandbox, method.__name__)(*args, **kwargs)
+            return made
+
+        result: T = await self.guard(request())
         return result
 
     return call

@@ -122,7 +122,7 @@ _log = structlog.get_logger("envserver.sandbox")
 
 @dataclass
 class RemoteSource:
-    """Sandboxes of other machines, or of a class, for `maker.sandboxes_at` in any process."""
+    """Sandboxes of other machines, or of a class, for `opening.sandboxes_at` in any process."""
 
     address: SandboxAddress
     private: list[str] = field(default_factory=list)

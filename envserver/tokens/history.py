@@ -232,7 +232,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
         text: the whole prompt as our template renders it; None if unknown.
         edge, refusal: see Call.
         added: the text after the completion of the continued call.
-        key: hash of the whole request, see `hashes`; empty: the call cannot be continued.
+        key: hash of the whole request, see `RequestHashes`; empty: the call cannot be continued.
         images: SHA-256 of each image of the request, in order.
     """
 

@@ -82,8 +82,8 @@ def give_companion(companion: Companion) -> None:
 
 
 def take_companion(function: str) -> Companion | None:
-    """Returns the companion of this process that runs `function`, once; None if there is none, or
-    it has died."""
+    """Returns the companion of this process that runs `function` ("module:name"), once; None if
+    there is none, or it has died."""
     if not _given or _given[0].function != function:
         return None
     companion = _given.pop()

@@ -5,7 +5,6 @@ All of it meets the real parts. Nothing may be paid, end what others use, or get
 
 import asyncio
 import json
-import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from envserver_records.records import SandboxSpec
 from support.api import REGISTRATION, Api, running_api
+from support.cases import cases_of
 from support.proxy_house import ASK, House, chat, house
 from support.sandboxes import sandboxes
 from support.waiting import PATIENCE
@@ -22,7 +22,7 @@ from envserver import SandboxLimits
 
 from .test_proxy_fields import CHAT, send
 
-TABLES = tomllib.loads((Path(__file__).parent / "programs/third_round.toml").read_text())
+TABLES = cases_of(__file__, "programs/third_round.toml")
 LONG = {"ZEROS": "0", "NINES": "9", "RANGES": "0-,", "EQUALS": "="}
 BODY = json.dumps({"messages": ASK}).encode()
 

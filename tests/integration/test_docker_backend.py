@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from envserver_environments.swe.sample import SampleTask, sample_tasks
 from envserver_environments.swe.trees import Entry, Tree, git_files, make_patch, tar_of, tree_of
+from support.cases import write_jsonl
 from support.docker_engine import Engine
 from support.podman import Podman
 from support.waiting import until
@@ -231,8 +232,7 @@ def test_tasks_in_images_are_solved_and_judged(
 
 
 def _play(rows: list[dict[str, Any]], image: str, folder: Path) -> Any:
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(folder / "rows.jsonl", rows)
     return envserver.process(
         "swe",
         model="sim",

@@ -31,6 +31,7 @@ from envserver_clients.finetuning.runs import check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
 from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer
 from safetensors.torch import load_file
+from support.cases import write_jsonl
 from support.waiting import PATIENCE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,12 +42,6 @@ FAST = ("--learning-rate", "3e-3", "--batch-size", "2", "--accumulate", "2", "--
 STEPS = ("--schedule", "linear", "--warmup", "0", "--no-gradient-checkpointing")
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 NEEDED = ["--model", "m", "--data", "d", "--output", "o"]
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def messages(*contents: str) -> list[dict[str, Any]]:
@@ -140,7 +135,7 @@ def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
 def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path) -> None:
     """By hand, from the model's own logits; and only those tokens have a label at all."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    data = write(tmp_path / "rows.jsonl", sums(3))
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(3))
     trainer = trainer_of(model, data, tmp_path, "--batch-size", "3")
     (batch,) = trainer.get_train_dataloader()
     labels, ids = batch["labels"], batch["input_ids"]
@@ -164,8 +159,8 @@ def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path:
     data, output = tmp_path / "data", tmp_path / "out"
     for tool in ("bash", "reason"):
         rows = [{"tool": tool, "instruction": f"{n}", "output": f"{n} {tool}"} for n in range(8)]
-        write(data / tool / "train.jsonl", rows)
-        write(data / tool / "val.jsonl", rows[:2])
+        write_jsonl(data / tool / "train.jsonl", rows)
+        write_jsonl(data / tool / "val.jsonl", rows[:2])
     words = ("--lora", "--merged", "--steps", "2", "--license", "apache-2.0")
     assert command(sft, model, data, output, *words) == 0
     assert sorted(path.name for path in output.iterdir()) == ["bash", "reason"]
@@ -200,7 +195,7 @@ def test_each_tool_gets_an_adapter_that_can_go_to_the_hub(model: Path, tmp_path:
 
 
 def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", sums(12))
+    data = write_jsonl(tmp_path / "rows.jsonl", sums(12))
     words = ("--lora", "--lora-dropout", "0.2", "--epochs", "2", "--checkpoint-every", "2")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert command(sft, model, data, whole, *words) == 0
@@ -233,7 +228,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(model: Path, tmp_path: Pa
 def test_all_weights_learn_and_a_whole_model_is_left(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    data, output = write(tmp_path / "rows.jsonl", sums(8)), tmp_path / "out"
+    data, output = write_jsonl(tmp_path / "rows.jsonl", sums(8)), tmp_path / "out"
     assert command(sft, model, data, output, "--steps", "8", "--max-length", "8") == 2
     assert "none of 8 rows is left" in capfd.readouterr().err
     assert command(sft, model, data, output, "--steps", "8", "--keep-checkpoints") == 0
@@ -245,7 +240,7 @@ def test_all_weights_learn_and_a_whole_model_is_left(
 
 
 def test_preferences_are_learned(model: Path, tmp_path: Path) -> None:
-    data, output = write(tmp_path / "pairs.jsonl", pairs(8)), tmp_path / "out"
+    data, output = write_jsonl(tmp_path / "pairs.jsonl", pairs(8)), tmp_path / "out"
     words = ("--lora", "--lora-dropout", "0", "--steps", "4", "--beta", "0.2")
     assert command(dpo, model, data, output, *words) == 0
     found = lines(output)
@@ -260,7 +255,7 @@ def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Pat
     from datasets import Dataset
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    path = write(tmp_path / "pairs.jsonl", pairs(2))
+    path = write_jsonl(tmp_path / "pairs.jsonl", pairs(2))
     rows = list(
         pair_examples([path], Encoder(tokenizer), ExampleCounts(), max_length=99, too_long="drop")
     )
@@ -313,7 +308,7 @@ def loss_and_gradient(trainer: Any) -> tuple[float, torch.Tensor, int]:
 
 
 def test_packed_rows_teach_the_same_in_fewer_batches(model: Path, tmp_path: Path) -> None:
-    data = write(tmp_path / "rows.jsonl", chats(12))
+    data = write_jsonl(tmp_path / "rows.jsonl", chats(12))
     words = ("--max-length", "96", "--no-gradient-checkpointing")
     plain = trainer_of(model, data, tmp_path / "a", *words, "--batch-size", "1")
     packed = trainer_of(model, data, tmp_path / "b", *words, "--batch-size", "2", "--packing")
@@ -345,7 +340,7 @@ def test_a_model_that_mixes_packed_rows_is_refused(model: Path) -> None:
 
 def test_held_out_rows_are_measured_token_by_token(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    data = write(tmp_path / "rows.jsonl", [*chats(5), with_call("one?")])
+    data = write_jsonl(tmp_path / "rows.jsonl", [*chats(5), with_call("one?")])
     encoder, limits = Encoder(tokenizer), Limits(256, "drop")
     rows = list(encoded_rows([data], encoder, ExampleCounts(), limits))
     net = float32(model)
@@ -363,8 +358,8 @@ def test_held_out_rows_are_measured_token_by_token(model: Path, tmp_path: Path) 
 
 
 def test_a_model_learns_to_call_and_its_card_tells(model: Path, tmp_path: Path) -> None:
-    write(tmp_path / "data" / "train.jsonl", [with_call(f"{number}?") for number in range(4)])
-    write(tmp_path / "data" / "val.jsonl", [with_call("5?"), *chats(1)])
+    write_jsonl(tmp_path / "data" / "train.jsonl", [with_call(f"{number}?") for number in range(4)])
+    write_jsonl(tmp_path / "data" / "val.jsonl", [with_call("5?"), *chats(1)])
     output = tmp_path / "out"
     words = ("--steps", "25", "--packing", "--max-length", "512", "--check-calls", "1")
     words += ("--batch-size", "4", "--accumulate", "1")
@@ -386,7 +381,7 @@ def test_a_lora_is_trained_on_a_base_in_4_bits(model: Path, tmp_path: Path) -> N
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
-    data, output = write(tmp_path / "rows.jsonl", chats(8)), tmp_path / "out"
+    data, output = write_jsonl(tmp_path / "rows.jsonl", chats(8)), tmp_path / "out"
     words = ("--lora", "--lora-dropout", "0", "--load-in-4bit")
     trainer = trainer_of(model, data, tmp_path / "a", *words)
     small = trainer.model.get_base_model()

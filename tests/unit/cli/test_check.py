@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.commands import envserver
 
 from envserver import Task
@@ -118,9 +118,7 @@ def test_what_was_found_is_told_in_words(zoo: Path) -> None:
 
 
 def rows(folder: Path, name: str, listed: Sequence[Mapping[str, Any]]) -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in listed))
-    return path
+    return write_jsonl(folder / name, listed)
 
 
 def data(folder: Path, *words: object) -> tuple[dict[str, Any], str]:

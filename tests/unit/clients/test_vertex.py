@@ -29,7 +29,7 @@ from envserver_clients.finetuning.settings import tell
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main
 from rich.console import Console
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.http_stand_in import standing_in
 
 from envserver import ConfigError
@@ -142,7 +142,7 @@ def tune(service: VertexStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[s
     def ran(*more: str, status: int = 0, address: str = service.address) -> tuple[str, str]:
         data = tmp_path / "rows.jsonl"
         if not data.exists():
-            write(data, *map(chat, range(20)))
+            write_rows(data, *map(chat, range(20)))
         given = {"data": data, "output": tmp_path / "out", "bucket": "memory://b/p"}
         given |= {"project": "mine", "endpoint": address, "poll-seconds": 0.01}
         flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
@@ -162,10 +162,6 @@ def chat(number: int, *more: dict[str, Any]) -> dict[str, Any]:
         {"role": "assistant", "content": str(number + 1)},
     ]
     return {"messages": [*said, *more], "reward": 1.0}
-
-
-def write(path: Path, *rows: dict[str, Any]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def launches(service: VertexStandIn) -> int:
@@ -198,7 +194,7 @@ def test_from_rows_to_an_adapter(service: VertexStandIn, tune: Tune, tmp_path: P
 
 
 def test_geminis_lines(service: VertexStandIn, tune: Tune, tmp_path: Path) -> None:
-    write(
+    write_rows(
         tmp_path / "rows.jsonl",
         chat(1, {"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "3"}),
         {"prompt": "a", "completion": "b"},
@@ -308,7 +304,7 @@ def test_what_cannot_be_is_told_and_nothing_is_launched(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write(tmp_path / "rows.jsonl", *rows)
+    write_rows(tmp_path / "rows.jsonl", *rows)
     if more == ["no credentials"]:
         monkeypatch.delenv("VERTEX_ACCESS_TOKEN")
         monkeypatch.setitem(sys.modules, "google.auth", None)
@@ -346,9 +342,7 @@ ROW = {"prompt": "a", "completion": "b"}
 
 
 def write_rows(path: Path, *rows: object) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 def test_a_folder_says_by_its_files_what_is_made_of_it(tmp_path: Path) -> None:

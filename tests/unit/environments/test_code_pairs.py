@@ -18,7 +18,7 @@ from envserver_environments.code.extraction import extract_code
 from envserver_environments.code.known import fenced
 from envserver_environments.code.prompts import question
 from envserver_environments.code.running import SPEC, same_lines
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.code_house import code
 from support.waiting import PATIENCE
 
@@ -182,8 +182,7 @@ async def test_rows_of_a_file_are_tasks_and_bad_ones_are_counted(
         {**TESTS, "instruction": "Always the same.", "tests": same},
         {**TESTS, "instruction": "Fails.", "tests": wrong}, {**TESTS, "tests": PAIRS[:1]},
     ]  # fmt: skip
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     env = code(rooms, data_set="pairs", data_path=path)
     assert [task.id for task in env.tasks("train")] == ["pairs-0", "pairs-1"]
     assert dict(env.rows.dropped) == {

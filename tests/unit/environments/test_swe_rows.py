@@ -20,7 +20,7 @@ from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
 from support import fake_engine
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.scripted_run import ScriptedRun, says
 from support.serving import attempt_spec
 from support.swe_scripts import SUBMIT, answers, attempt, bash, rewards, swe_of
@@ -77,8 +77,7 @@ def commit(place: Path, files: dict[str, str], message: str) -> str:
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 def bench_row(**changes: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from envserver_environments.video.frames.store import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.cpu import cpu_limit
 from support.extent import examples
 from support.films import COLOURS, film
@@ -238,9 +238,7 @@ def test_every_two_seconds_is_every_two_seconds() -> None:
 
 
 def config(folder: Path, **changes: Any) -> dict[str, Any]:
-    rows = CASES["rows"]
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(folder / "rows.jsonl", CASES["rows"])
     return {"data_set": "captions", "data_path": path, "frame_count": 3, "frame_side": 32,
             "shuffle_options": False, **changes}  # fmt: skip
 

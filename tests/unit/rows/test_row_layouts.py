@@ -5,21 +5,15 @@ import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from envserver_records.errors import ConfigError, NotFoundError
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 
 from envserver.rows.sources import Source
 
 CASES = cases_of(__file__)
 ROWS = [{"question": f'{number} +\n1, "so"?', "answer": str(number + 1)} for number in range(25)]
-
-
-def put_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def answers(data: Path | str, split: str = "train") -> list[int]:
@@ -39,9 +33,9 @@ def answers(data: Path | str, split: str = "train") -> list[int]:
 )
 def test_splits_are_those_that_names_of_files_and_folders_say(tmp_path: Path, files: str) -> None:
     for number, name in enumerate(files.split()):
-        put_jsonl(tmp_path / name, [{"answer": str(number)}])
+        write_jsonl(tmp_path / name, [{"answer": str(number)}])
     (tmp_path / "README.md").write_text("x")
-    put_jsonl(tmp_path / "about_the_videos.json", [{"answer": "9"}])
+    write_jsonl(tmp_path / "about_the_videos.json", [{"answer": "9"}])
     found = [answers(tmp_path, split) for split in ("train", "validation", "test")]
     assert found == [[0], [1], [2]]
 
@@ -49,16 +43,16 @@ def test_splits_are_those_that_names_of_files_and_folders_say(tmp_path: Path, fi
 def test_several_files_of_a_split_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     names = ("test.jsonl", "test2.jsonl", "test10.jsonl")
     for number, name in enumerate(names):
-        put_jsonl(tmp_path / "set" / name, [{"answer": str(number)}])
+        write_jsonl(tmp_path / "set" / name, [{"answer": str(number)}])
     assert answers(tmp_path / "set", "test") == [0, 1, 2]
     for number in range(12):
-        put_jsonl(tmp_path / "shards" / f"part-{number}.jsonl", [{"answer": str(number)}])
+        write_jsonl(tmp_path / "shards" / f"part-{number}.jsonl", [{"answer": str(number)}])
     assert answers(tmp_path / "shards") == answers(f"{tmp_path}/shards/*.jsonl") == [*range(12)]
 
 
 def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
     for name in ("main", "socratic"):
-        put_jsonl(tmp_path / name / "test.jsonl", ROWS[:3])
+        write_jsonl(tmp_path / name / "test.jsonl", ROWS[:3])
     with pytest.raises(ConfigError, match="several configurations: main, socratic"):
         answers(tmp_path, "test")
     assert len(answers(tmp_path / "main", "test")) == 3
@@ -75,7 +69,7 @@ def test_every_kind_of_file_is_read_also_packed(tmp_path: Path, kind: str, packe
     arrow = pytest.importorskip("pyarrow")
     plain = tmp_path / f"rows.{kind}"
     write: dict[str, Callable[[], object]] = {
-        "jsonl": lambda: put_jsonl(plain, ROWS),
+        "jsonl": lambda: write_jsonl(plain, ROWS),
         "json": lambda: plain.write_text(json.dumps({"rows": ROWS})),
         "csv": lambda: _put_table(plain, ","),
         "tsv": lambda: _put_table(plain, "\t"),

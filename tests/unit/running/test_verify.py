@@ -13,6 +13,7 @@ from envserver_local.simulated.engine import SimEngine
 from envserver_records.errors import EngineError, EngineUnavailable
 from envserver_records.records import Group
 from support.api import put_native, running_api
+from support.cases import write_jsonl
 from support.commands import envserver, free_port, read_jsonl
 from support.in_process import Run
 from support.sampled import PROMPT, SAMPLED, Engine, group
@@ -31,17 +32,12 @@ def lines_of(*groups: Group) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in made]
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))  # with NaN where it stands
-    return path
-
-
 @pytest.fixture
 def check(run: Run) -> Check:
     """Runs the command on lines, which must end with `status`; returns its JSON."""
 
     def command(lines: list[dict[str, Any]], words: str = "", status: int = 0) -> Any:
-        write(Path("groups.jsonl"), lines)
+        write_jsonl(Path("groups.jsonl"), lines)
         return json.loads(run(f"verify groups.jsonl --model sim --json {words}", status).out)
 
     return command
@@ -57,7 +53,7 @@ async def verified(path: Path, engine: SimEngine, **changes: Any) -> Report:
 def test_the_table_fits_eighty_columns_and_is_plain(run: Run) -> None:
     lines = lines_of(*GROUPS)
     lines[0]["inference_logprobs"][1][PROMPT] -= 0.25
-    write(Path("x"), lines)
+    write_jsonl(Path("x"), lines)
     told = run("verify x --model sim", status=1).out
     assert "DIFFERENT" in told
     assert "logprobs_differ: line 1, a-1, row 1, position 9: token" in told
@@ -135,7 +131,7 @@ def test_damage_is_found_and_named(
 
 
 def test_lines_that_cannot_be_read_are_named_and_the_rest_goes_on(run: Run) -> None:
-    good = write(Path("x"), lines_of(*GROUPS)).read_bytes().splitlines()
+    good = write_jsonl(Path("x"), lines_of(*GROUPS)).read_bytes().splitlines()
     bad = [b"{", b'{"tokens": [["x"]]}', b"[" * 100_000, b'"\xff"', b"", good[1][:-50]]
     Path("x").write_bytes(b"\n".join([good[0], *bad, good[1]]))
     report = json.loads(run("verify x --model sim --json", status=1).out)
@@ -184,21 +180,21 @@ async def test_rows_that_are_not_compared_are_counted_by_reason(tmp_path: Path, 
     lines[0]["tokens"][1] = lines[0]["masks"][1] = lines[0]["inference_logprobs"][1] = []
     lines[0]["envserver"]["rollouts"][1]["versions"][0] = []
     lines[1]["inference_logprobs"] = None
-    report = await verified(write(tmp_path / "x", lines), Engine())
+    report = await verified(write_jsonl(tmp_path / "x", lines), Engine())
     assert report.not_compared == {flag: 1, "no_tokens": 1, "no_logprobs": 3}
     assert (report.totals.rows, report.verdict) == (1, "exact")
 
 
 @pytest.mark.parametrize("says", [True, False])
 async def test_rows_longer_than_the_context_are_left_out(tmp_path: Path, says: bool) -> None:
-    path = write(tmp_path / "x", lines_of(*GROUPS))
+    path = write_jsonl(tmp_path / "x", lines_of(*GROUPS))
     report = await verified(path, Engine(context=PROMPT + SAMPLED, says=says))
     assert (report.not_compared, report.kinds) == ({"too_long": 6}, {})
 
 
 @pytest.mark.parametrize("processed", [False, True])
 async def test_logprobs_after_the_temperature_are_no_match(tmp_path: Path, processed: bool) -> None:
-    path = write(tmp_path / "x", lines_of(*GROUPS, group("hot", temperature=0.7)))
+    path = write_jsonl(tmp_path / "x", lines_of(*GROUPS, group("hot", temperature=0.7)))
     report = await verified(path, Engine(processed=processed))
     assert report.not_compared == ({"processed_logprobs": 3} if processed else {})
     assert report.verdict == "exact"
@@ -207,7 +203,7 @@ async def test_logprobs_after_the_temperature_are_no_match(tmp_path: Path, proce
 async def test_an_engine_that_fails_is_told_apart_from_wrong_rows(tmp_path: Path) -> None:
     lines = lines_of(*GROUPS)
     lines[1]["tokens"][0][0] = 13
-    path = write(tmp_path / "x", lines)
+    path = write_jsonl(tmp_path / "x", lines)
     report = await verified(path, Engine(fails=EngineError("Out of memory.")))
     (found,) = report.findings
     assert (found.kind, found.line, found.row) == ("engine_error", 2, 0)
@@ -235,7 +231,7 @@ def test_a_sample_is_the_same_for_the_same_seed(check: Check) -> None:
 
 
 def test_a_wrong_command_line_is_status_two(run: Run) -> None:
-    write(Path("x"), lines_of(GROUPS[0]))
+    write_jsonl(Path("x"), lines_of(GROUPS[0]))
     nowhere = f"http://127.0.0.1:{free_port()}"
     for words in (
         "", "none.jsonl --model sim", f"{nowhere} --model sim", "x --model sim --sample x",
@@ -299,7 +295,7 @@ def test_what_vllm_sampled_is_right_if_unchanged(vllm_server: VllmServer, tmp_pa
     masks, logprobs = lines[5]["masks"][1], lines[5]["inference_logprobs"][1]
     at = next(place for place, label in enumerate(masks) if label != -100)
     logprobs[at] -= 1e-3
-    write(tmp_path / "out.jsonl", lines)
+    write_jsonl(tmp_path / "out.jsonl", lines)
     ran = envserver("verify", "out.jsonl", *engine, "--digests", "false", "--json", folder=tmp_path)
     assert ran.returncode == 1
     (found,) = json.loads(ran.stdout)["findings"]

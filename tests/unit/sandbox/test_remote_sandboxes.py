@@ -6,6 +6,7 @@ That every promise of a sandbox holds there, too, is shown by `test_sandbox.py` 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,7 @@ from envserver.sandbox.machines import Machine, Machines, machines_at
 from envserver.sandbox.maker import RemoteAddress
 from envserver.sandbox.requests import Exec
 from envserver.sandbox.service import SandboxService
+from envserver.sandbox.source import CustomSandboxes
 from envserver.sandbox.supervisor import READY
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -396,3 +398,17 @@ async def test_more_stand_ready_while_more_are_asked_for() -> None:
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(client.open(PLAIN)) for _ in range(8)))
         await until(lambda: living() == 8)
+
+
+class Cloud:
+    """A user's class, whose sandboxes lack `read`."""
+
+    @asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Any]:
+        yield SimpleNamespace(id="a", isolation="cloud")
+
+
+async def test_a_sandbox_whose_class_lacks_a_method_is_lost() -> None:
+    async with CustomSandboxes(f"{__name__}:Cloud") as made, made.open(PLAIN) as sandbox:
+        with pytest.raises(SandboxLost, match="'read'"):
+            await sandbox.read("x")
