@@ -29,10 +29,12 @@ from . import lean_imports
 from .command_line import CommandSpec
 
 if TYPE_CHECKING:
+    from envserver_local.simulated.policy import Solver
     from envserver_local.tiny.from_experts import TinyPlan
     from rich.progress import Progress
     from rich.table import Table
 
+    from ..environment import Environment
     from ..models.catalogue import ModelEntry
     from ..models.probe import ProbeResult
     from .console import Console
@@ -259,33 +261,41 @@ SIM = CommandSpec(
 
 def run_sim(argv: list[str]) -> int:
     with lean_imports():
+        from ..running import simulated_server
         from .loop import run_loop, show_logs
 
     settings = SIM.read(argv)
     show_logs(settings)
-    run_loop(_simulate(settings))
+    place: dict[str, Any] = {"host": settings.host, "port": settings.port}
+    solver = _solver(settings)
+    run_loop(simulated_server.run_sim(settings.sim, **place, solver=solver, announce=_say))
     return 0
 
 
-async def _simulate(settings: SimSettings) -> None:
-    import asyncio
-
+def _solver(settings: SimSettings) -> Solver | None:
     from ..registry import find
     from ..running.mix import RunSpec
-    from ..running.sandboxes import sandboxes_of
-    from ..running.simulated_server import demonstration_solver, run_sim
+    from ..running.simulated_server import demonstration_solver
+    from .loop import run_loop
 
-    solver = None
-    if settings.environment is not None:
-        line = RunSpec(settings, settings.environment, find(settings.environment))
-        environment = line.make_environment()
-        # Only its tasks are read: no worker needs a sandbox.
-        async with sandboxes_of(environment, settings.sandbox, "pooled"):
-            split = settings.env.split
-            solver = await asyncio.to_thread(demonstration_solver, environment, split)
-    await run_sim(
-        settings.sim, host=settings.host, port=settings.port, solver=solver, announce=_say
-    )
+    if settings.environment is None:
+        return None
+    line = RunSpec(settings, settings.environment, find(settings.environment))
+    environment = line.make_environment()
+    if environment.sandbox is None:  # tasks may be slow, and a thread cannot be interrupted
+        return demonstration_solver(environment, settings.env.split)
+    return run_loop(_with_sandboxes(environment, settings))
+
+
+async def _with_sandboxes(environment: Environment, settings: SimSettings) -> Solver:
+    import asyncio
+
+    from ..running.sandboxes import sandboxes_of
+    from ..running.simulated_server import demonstration_solver
+
+    # Only its tasks are read: no worker needs a sandbox.
+    async with sandboxes_of(environment, settings.sandbox, "pooled"):
+        return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
 
 
 _PROBE = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import glob
 import gzip
 import io
-import os
 import sys
 import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -113,10 +111,11 @@ def records(path: Path, kind: type[T], what: str, *, may_be_torn: bool = False) 
     """Yields the lines of a file, each decoded as `kind`; an error names the place of one that is
     not `what`, unless it is the unfinished last one of a file that `may_be_torn`."""
     decoder = msgspec.json.Decoder(kind)
-    if not path.exists():
-        reason = os.strerror(errno.ENOENT)
-        raise InputError(f"{path} cannot be read: {reason}.", place=str(path))
-    with opened(path) as lines:
+    with contextlib.ExitStack() as stack:
+        try:
+            lines = stack.enter_context(opened(path))
+        except NotFoundError as error:
+            raise InputError(error.message, place=str(path)) from error
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line)

@@ -116,11 +116,11 @@ async def bootstrap_server(
         async with start(server, store, health, lag) as bootstrap:
             health.found("store", store_probe(bootstrap.store), silent=STORE_IS_SILENT)
             health.found("disk", disk_probe(bootstrap.store), failing="limited")
-            async with beside("health", health.watch()):
-                try:
+            try:
+                async with beside("health", health.watch()):
                     yield bootstrap
-                finally:
-                    await bootstrap.close()
+            finally:
+                await bootstrap.close()
 
 
 @contextlib.asynccontextmanager

@@ -29,12 +29,12 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
@@ -734,8 +734,21 @@ def _sink(out: Path, domain: str | None) -> Iterator[Callable[[Json], object]]:
         return
     with storing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as file:
-            yield lambda trajectory: file.write(as_line(trajectory))
+        opened = ExitStack()
+        file = opened.enter_context(replacing(out))
+    try:
+        yield lambda trajectory: _stored(file, out, trajectory)
+    except BaseException:  # also an OSError of another file or of the terminal
+        with opened:
+            raise
+    with storing(out):
+        opened.close()
+
+
+def _stored(file: BinaryIO, out: Path, trajectory: Json) -> None:
+    line = as_line(trajectory)
+    with storing(out):
+        file.write(line)
 
 
 def _write(folder: Path, trajectory: Json) -> None:
