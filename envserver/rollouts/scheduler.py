@@ -416,7 +416,8 @@ class Scheduler:
 
     async def _has_capacity(self) -> bool:
         room = asyncio.create_task(self._sink.wait_for_capacity())
-        if arrives := await self._arrives(room, self._open):
+        arrives = await self._arrives(room, self._open)
+        if not room.cancelled():
             room.result()
         return arrives
 

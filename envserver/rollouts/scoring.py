@@ -209,7 +209,7 @@ def _signal(pidfd: int, *numbers: signal.Signals) -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """Starts one process; differs from its base class in the forkserver, and in `preparation`."""
+    """Starts one process; differs from its base class in the forkserver, and in `dumped`."""
 
     _fds: list[int]
 

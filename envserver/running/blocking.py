@@ -70,6 +70,8 @@ async def _close(finished: AsyncGenerator[Group]) -> None:
 
 
 class Server:
+    """A running server; see `serve`."""
+
     def __init__(self, loop: _Loop, server: python_api.Server) -> None:
         self.url = server.url
         """The address for trainers."""

@@ -29,6 +29,8 @@ _LOOK_SECONDS = 0.2
 
 
 class ServerFailed(EnvserverError):
+    """The server in the cluster did not start."""
+
     kind, status = "server_failed", 502
 
 
@@ -102,6 +104,7 @@ class RayServer:
         return self._client
 
     def wait(self) -> None:
+        """Waits until the server answers. Raises ServerFailed: it has ended, or does not answer."""
         import ray
 
         end = time.monotonic() + _START_SECONDS

@@ -99,7 +99,7 @@ class Replayed:
 
     Args:
         played, left: recorded calls that were answered, and that the agent did not make this time.
-        difference: the first difference in the agent's behaviour.
+        difference: the first difference in the agent's behaviour; None: there is none.
         failure: why there is no result.
     """
 

@@ -168,7 +168,8 @@ Progress = Callable[[int, float], None]
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """The counts of the output; `unscorable`: valid rows without a reward; `judge`: its cost."""
+    """The counts of the output; `unscorable`: valid rows without a reward; `mean_reward`: None: no
+    row has one; `first_error`: its place and text; `judge`: its cost."""
 
     rows: int = 0
     scored: int = 0

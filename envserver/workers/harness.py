@@ -130,12 +130,12 @@ class OwnWorkspace:
                     await program.wait()
                 in_time = True
         finally:
+            for task in others:
+                task.cancel()
             with suppress(ProcessLookupError):
                 program.kill()
             status = await program.wait()
             await asyncio.to_thread(end_descendants, kept)
-            for task in others:
-                task.cancel()
             await asyncio.gather(*others, *reading, return_exceptions=True)
         return status, outputs, in_time
 

@@ -67,8 +67,8 @@ def children(of: int | None = None) -> list[int]:
     try:
         found = [(task / "children").read_text() for task in tasks.iterdir()]
         return [int(pid) for pid in " ".join(found).split()]
-    except (FileNotFoundError, ProcessLookupError):
-        # A thread has ended, or the kernel has no CONFIG_PROC_CHILDREN.
+    except OSError:
+        # A thread has ended, the kernel has no CONFIG_PROC_CHILDREN, or /proc hides other users'.
         return [pid for pid in _processes() if _stat(pid)[1:2] == [str(of or os.getpid())]]
 
 

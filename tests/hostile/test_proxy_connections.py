@@ -141,7 +141,7 @@ async def bodies_are_bounded_together(server: RolloutContext) -> None:
     assert most[0] - before < 400 * MB  # it was 2,500
     assert (await shown(server, "envserver_proxy_refused"))["bytes"] == 38
     assert server.proxy.totals.bytes == 0
-    assert greedy.flags == ["over_bound"]
+    assert greedy.trajectory.flags == ["over_bound"]
 
 
 def resident_bytes() -> int:
@@ -156,7 +156,7 @@ async def test_a_flood_of_requests_is_refused_and_counted() -> None:
         assert set(told) == {"200", "429"}
         assert sum(told.values()) == 800
         assert (await shown(parts, "envserver_proxy_refused"))["requests"] == told["429"]
-        assert greedy.flags == ["over_bound"]
+        assert greedy.trajectory.flags == ["over_bound"]
 
 
 @in_module

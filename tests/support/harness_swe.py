@@ -54,7 +54,7 @@ class Shell(EnvironmentConfig):
 class Repairs(Swe):
     exact_demonstrations = True
 
-    class Config(Shell, Swe.Config):
+    class Config(Swe.Config, Shell):
         pass
 
     def demonstration(self, task):
@@ -66,7 +66,7 @@ class Repairs(Swe):
 class Programs(Code):
     exact_demonstrations = True
 
-    class Config(Shell, Code.Config):
+    class Config(Code.Config, Shell):
         max_turns: int = 20
 
     def demonstration(self, task):
@@ -78,7 +78,7 @@ class Programs(Code):
 class Questions(Mhqa):
     exact_demonstrations = True
 
-    class Config(Shell, Mhqa.Config):
+    class Config(Mhqa.Config, Shell):
         shell: str = "mcp__env__search:query"
 
     def demonstration(self, task):
@@ -89,7 +89,7 @@ class Questions(Mhqa):
 class Errands(Scenarios):
     exact_demonstrations = True
 
-    class Config(Shell, Scenarios.Config):
+    class Config(Scenarios.Config, Shell):
         commands: list[str] = []
 
     def demonstration(self, task):
@@ -99,7 +99,7 @@ class Errands(Scenarios):
 class Assistance(Gaia):
     exact_demonstrations = True
 
-    class Config(Shell, Gaia.Config):
+    class Config(Gaia.Config, Shell):
         pass
 
     def demonstration(self, task):
@@ -111,7 +111,7 @@ class Assistance(Gaia):
 class Folders(Harbor):
     exact_demonstrations = True
 
-    class Config(Shell, Harbor.Config):
+    class Config(Harbor.Config, Shell):
         tasks_folder: Path = Path()
 
     def __init__(self, config=None):
