@@ -115,7 +115,8 @@ def records(path: Path, kind: type[T], what: str, *, may_be_torn: bool = False) 
         try:
             lines = stack.enter_context(opened(path))
         except NotFoundError as error:
-            raise InputError(error.message, place=str(path)) from error
+            reason = getattr(error.__cause__, "strerror", "")
+            raise InputError(f"{path} cannot be read: {reason}.", place=str(path)) from error
         for number, line in enumerate(lines, 1):
             try:
                 yield decoder.decode(line)

@@ -46,6 +46,8 @@ class ServeSettings(MixSettings):
 
 
 class ProcessSettings(MixSettings):
+    """Settings of `process`."""
+
     resume: bool = False
     """Resume an existing output file: its groups are not made again."""
     overwrite: bool = False
@@ -57,6 +59,8 @@ class ProcessSettings(MixSettings):
 
 
 class EvaluateSettings(MixSettings):
+    """Settings of `evaluate`."""
+
     out: Path | None = None
     """Folder for groups and report; unset: runs/evaluate/<environment>-<time>."""
     resume: bool = False
@@ -86,6 +90,8 @@ class EvaluateSettings(MixSettings):
 
 
 class ScoreSettings(EnvironmentSettings):
+    """Settings of `score`."""
+
     input: Path
     """JSONL file of rows to score."""
     out: Path
@@ -97,6 +103,8 @@ class ScoreSettings(EnvironmentSettings):
 
 
 class RescoreSettings(EnvironmentSettings):
+    """Settings of `rescore`."""
+
     source: list[str] = Field(default_factory=list)
     """Files of `process` (plain, .gz, .zst), folders of them, a store, or a running server; may
     be given first, without the flag.
@@ -120,6 +128,8 @@ class RescoreSettings(EnvironmentSettings):
 
 
 class ReplaySettings(Settings):
+    """Settings of `replay`."""
+
     source: list[str]
     """File of `process`, a folder of such files, a store, or a running server; may be given first.
     """
@@ -138,6 +148,8 @@ class ReplaySettings(Settings):
 
 
 class VerifySettings(Logged):
+    """Settings of `verify`."""
+
     source: str
     """JSONL file, or address of a running server (http://127.0.0.1:8000); may be given first."""
     openai: OpenAIConfig = OpenAIConfig()

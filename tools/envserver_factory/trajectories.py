@@ -334,6 +334,7 @@ def validate(
     on_progress: OnProgress = lambda count, size: None,
     domains: Collection[str] = DOMAINS,
 ) -> Validation:
+    """Checks every trajectory of `sources`."""
     report = Validation()
     seen: dict[Path, set[bytes]] = {}
     wrong: set[Path] = set()
