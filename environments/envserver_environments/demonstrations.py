@@ -1,5 +1,5 @@
-"""What environments have for readers of their tasks: system prompts as files, messages as a model
-would write them, and results with a known reward."""
+"""Shared parts of environments: system prompts as files, messages as a model would write them, and
+results with a known reward."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """Returns a client that follows no redirects: they could take the token elsewhere."""
+    """Returns a client that follows no redirects: they could take the token to another host."""
     timeout = httpx.Timeout(_READ_SECONDS, connect=_CONNECT_SECONDS)
     return AsyncServersClient(url, headers=authorization(), timeout=timeout)
 

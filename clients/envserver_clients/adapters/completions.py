@@ -142,7 +142,7 @@ class RolloutsLost(EnvserverError):
 
 
 class Rollouts(Protocol):
-    """What is needed of an `EnvClient`."""
+    """The one method of `EnvClient` that is called."""
 
     async def rollouts(
         self,

@@ -123,7 +123,7 @@ def policy_loss(
 def _surrogate(
     ratio: Tensor, logprobs: Tensor, advantage: Tensor, rules: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What stands for the reward per token (see `Surrogate`), and where it is bounded."""
+    """Returns the surrogate of each token's reward (see `Surrogate`), and where it is bounded."""
     least, most = 1 - rules.clip_low, 1 + rules.clip_high
     bounded = ratio.clamp(least, most)
     if rules.surrogate == "cispo":

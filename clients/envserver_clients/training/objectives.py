@@ -120,8 +120,8 @@ OBJECTIVES: Final[dict[str, Preset]] = {
 
 
 def preset(names: str) -> Preset:
-    """What the named objectives set, joined by `+`. Raises ConfigError: there is no such
-    objective.
+    """Returns the settings of the named objectives, joined by `+`. Raises ConfigError: there is no
+    such objective.
     """
     chosen: Preset = {}
     for name in names.split("+"):

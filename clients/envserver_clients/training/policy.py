@@ -396,7 +396,7 @@ class Policy:
         )
 
     def _shown(self, batch: Padded) -> dict[str, Tensor]:
-        """What a model with vision gets beside the tokens; positions come from the mask."""
+        """Returns what a model with vision takes beside tokens; positions come from the mask."""
         if self.vision is None:
             return {}
         attention = torch.from_numpy(batch.attention).to(self.device)

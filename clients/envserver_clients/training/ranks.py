@@ -167,7 +167,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def own_part(value: Tensor) -> Tensor:
-    """What this rank holds of a parameter."""
+    """Returns this rank's part of a parameter."""
     local = getattr(value, "to_local", None)
     found: Tensor = value if local is None else local()
     return found

@@ -303,7 +303,7 @@ class Publisher:
             time.sleep(_PAUSE_SECONDS)
 
     def _attempts(self, version: int, check: PromptCheck | None) -> Callable[[], Published]:
-        """What publishes `version`; it can be called again after a failure."""
+        """Returns a function that publishes `version`; it can be called again after a failure."""
         push = self._push
         if not isinstance(push, Transfer):
             return lambda: push.publish(version, self._policy.save, check)

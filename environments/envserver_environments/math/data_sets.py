@@ -76,8 +76,8 @@ ROLES = table_of(
     ),
     expression="expression, Equation, equation, formula",
 )
-"""What is surely the truth comes before `answer`, which may be a model's. A `choice` is the answer
-of a question with options only; elsewhere it may be a mark."""
+"""Fields that certainly hold the gold come before `answer`, which may be a model's. A `choice` is
+the answer only of a question with options; in other rows it may be a mark."""
 _LETTERS = string.ascii_uppercase
 _NO_ANSWERS = ("proof", "notfound", "n/a", "none", "nan")
 _LABEL = re.compile(r"^\s*(?:[(（]\s*([A-Za-z])\s*[)）]|([A-Za-z])\s*[).:．、：])\s*")

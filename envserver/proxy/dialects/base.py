@@ -380,7 +380,7 @@ RESPONSES = FieldTable(
         "top_logprobs": TOP_LOGPROBS,
         "truncation": NAME,
         "n": CHOICES,
-        # Told again in the answer.
+        # Repeated in the answer.
         "metadata": _OPTIONS,
         "store": flag,
         "user": NAME,
