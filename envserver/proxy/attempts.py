@@ -48,7 +48,7 @@ from ..telemetry.tracing import NO_SPAN, Span
 from .asgi import Interrupts, context_limit, retrieve
 from .bounds import InFlight
 from .egress_rules import EgressUse
-from .recorded import RecordedRequests
+from .recorded import RecordedPrompts, RecordedRequests
 from .retries import SIDE, Retries, SideCalls
 
 if TYPE_CHECKING:
@@ -306,6 +306,7 @@ class ProxyAttempt:
     span: Span = NO_SPAN
     in_flight: InFlight = field(default_factory=InFlight)
     recorded: RecordedRequests = field(init=False)
+    prompts: RecordedPrompts = field(default_factory=RecordedPrompts)
     egress: EgressUse = field(default_factory=EgressUse)
     planning: asyncio.Lock = field(default_factory=asyncio.Lock)
     timeline: Timeline = field(default_factory=Timeline)
@@ -419,6 +420,7 @@ class ProxyAttempt:
             raise ended()
         for call in calls:
             call.index = len(self.calls)
+            call.prompt_ids = self.prompts.share(call.prompt_ids)
             self.calls.append(call)
             self.committed_at.append(time.monotonic())
         if side and calls:
@@ -502,6 +504,7 @@ class ProxyAttempt:
         self.memory.clear()
         self.histories.clear()
         self.recorded.clear()
+        self.prompts = RecordedPrompts()
 
     def reached(self, limit: str, message: str, agent: str | None = None) -> LimitReached:
         """Records that `agent` reached `limit`; returns the error for it."""

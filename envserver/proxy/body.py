@@ -347,8 +347,11 @@ def _renderable(message: Message) -> Message:
     A model can write `"\\udabc"` in them, which is JSON; an engine that decodes the arguments for
     the chat template cannot encode what it gets, and refuses the whole conversation.
     """
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [*map(_renderable_call, calls)]} if calls else message
+    calls = message.get("tool_calls") or []
+    renderable = [*map(_renderable_call, calls)]
+    if all(new is old for new, old in zip(renderable, calls, strict=True)):
+        return message
+    return {**message, "tool_calls": renderable}
 
 
 def _renderable_call(call: dict[str, Any]) -> dict[str, Any]:

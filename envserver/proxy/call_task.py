@@ -98,9 +98,9 @@ def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
     if not span.traceparent:
         return
     choices = engine_answer.choices
-    prompts = [one.prompt_ids for one in choices if one.prompt_ids] or [
-        engine_answer.prompt_ids or []
-    ]
+    prompts = [one.prompt_ids for one in choices if one.prompt_ids is not None]
+    if not prompts and engine_answer.prompt_ids is not None:
+        prompts = [engine_answer.prompt_ids]
     span.note(
         {
             "gen_ai.response.model": engine_answer.model,

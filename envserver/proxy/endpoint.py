@@ -184,8 +184,10 @@ class ReadyEngine:
 
     def folded(self, plan: PromptPlan) -> list[int] | None:
         """Returns the ids of a planned prompt with one token for each image; None: unknown."""
-        if plan.ids is not None or plan.text is None or self._format is None:
-            return plan.ids
+        if plan.ids is not None:
+            return [*map(int, plan.ids)]
+        if plan.text is None or self._format is None:
+            return None
         return self._format.encode(plan.text)
 
     @property

@@ -7,13 +7,14 @@ whole one, since an engine may parse a stream differently.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import numpy as np
 from envserver_records.errors import EngineGarbage
 from envserver_records.experts import RoutedExperts
-from envserver_records.records import Call, Message
+from envserver_records.records import Call, Message, Tokens
 from envserver_records.timings import HookEvent
 
 from ..tokens.builder import read_experts
@@ -137,7 +138,7 @@ class SampledChoice(msgspec.Struct, kw_only=True):
     message: Message
     ids: list[Any] | None = None
     logprobs: list[Any] | None = None
-    prompt_ids: list[Any] | None = None
+    prompt_ids: Tokens | list[Any] | None = None
     weight_versions: list[Any] | None = None
     raw_experts: Any = None
     experts: RoutedExperts | None = None
@@ -155,7 +156,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
     """
 
     choices: list[SampledChoice] = []
-    prompt_ids: list[Any] | None = None
+    prompt_ids: Tokens | list[Any] | None = None
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
     model: str = ""
@@ -171,7 +172,7 @@ class EngineAnswer(msgspec.Struct, kw_only=True):
         """Takes what an answer or a chunk says besides its choices."""
         self.model = head.model or self.model
         if self.prompt_ids is None:
-            self.prompt_ids = _list(head.prompt_token_ids)
+            self.prompt_ids = _prompt(head.prompt_token_ids)
         if head.usage is not None:
             if head.usage.completion_tokens is not None:
                 self.completion_tokens = head.usage.completion_tokens
@@ -194,7 +195,7 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
                 message=choice["message"],
                 ids=_list(sampled.token_ids),
                 logprobs=_numbers(sampled.logprobs),
-                prompt_ids=_list(sampled.prompt_token_ids),
+                prompt_ids=_prompt(sampled.prompt_token_ids),
                 weight_versions=_list(sampled.weight_versions),
                 raw_experts=choice.pop(EXPERTS, None),
                 finish_reason=sampled.finish_reason,
@@ -206,6 +207,11 @@ def parse_answer(answer: dict[str, Any]) -> EngineAnswer:
 
 def _list(value: Any) -> list[Any] | None:
     return value if isinstance(value, list) else None
+
+
+def _prompt(value: Any) -> Tokens | list[Any] | None:
+    """Returns a prompt as the engine echoed it, or as it was sent, if it is the same."""
+    return value if isinstance(value, np.ndarray) else _list(value)
 
 
 def _numbers(logprobs: Logprobs | None) -> list[Any] | None:
@@ -223,7 +229,7 @@ MOST_BYTES = 2**28
 
 
 async def read_all_experts(
-    engine_answer: EngineAnswer, calls: Iterable[Call], sent_ids: Sequence[int] | None, start: int
+    engine_answer: EngineAnswer, calls: Iterable[Call], sent_ids: Tokens | None, start: int
 ) -> None:
     """Reads the experts of all choices, in a thread: there may be megabytes of them.
 
@@ -233,7 +239,8 @@ async def read_all_experts(
     room = MOST_BYTES - sum(call.experts.ids.nbytes for call in calls if call.experts)
     for choice in engine_answer.choices:
         text, choice.raw_experts = choice.raw_experts, None
-        prompt = choice.prompt_ids or engine_answer.prompt_ids or sent_ids
+        prompts = (choice.prompt_ids, engine_answer.prompt_ids, sent_ids)
+        prompt = next((ids for ids in prompts if ids is not None), None)
         if prompt is None or not choice.ids:
             continue
         try:
@@ -299,7 +306,7 @@ class Collector:
         for name, text in texts.items():
             self._texts[index].setdefault(name, []).append(text)
         if choice.prompt_ids is None:
-            choice.prompt_ids = _list(part.prompt_token_ids)
+            choice.prompt_ids = _prompt(part.prompt_token_ids)
         if isinstance(part.token_ids, list):
             choice.ids = _extended(choice.ids, part.token_ids)
         elif texts:
@@ -323,8 +330,7 @@ def _extended(held: list[Any] | None, more: list[Any]) -> list[Any]:
 
 
 def clean_answer(answer: dict[str, Any], request: ModelRequest) -> None:
-    if not request.wants_token_ids:
-        answer.pop("prompt_token_ids", None)
+    _clean_prompt(answer, request)
     for choice in answer["choices"]:
         _clean_choice(choice, request)
         if not request.wants_reasoning:
@@ -342,8 +348,7 @@ def leave_one_call(answer: dict[str, Any], engine_answer: EngineAnswer) -> None:
 
 def clean_chunk(chunk: dict[str, Any], request: ModelRequest) -> bool:
     """Removes what only the proxy asked for; returns False if nothing is left to send."""
-    if not request.wants_token_ids:
-        chunk.pop("prompt_token_ids", None)
+    _clean_prompt(chunk, request)
     if request.wants_usage:
         chunk.setdefault("usage", None)
     else:
@@ -406,6 +411,14 @@ def _parts_of(choice: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str
     if "stop_reason" in choice:
         end["stop_reason"] = choice["stop_reason"]
     yield {}, end
+
+
+def _clean_prompt(answer: dict[str, Any], request: ModelRequest) -> None:
+    ids = answer.get("prompt_token_ids")
+    if not request.wants_token_ids:
+        answer.pop("prompt_token_ids", None)
+    elif isinstance(ids, np.ndarray):
+        answer["prompt_token_ids"] = ids.tolist()
 
 
 def _clean_choice(choice: dict[str, Any], request: ModelRequest) -> None:

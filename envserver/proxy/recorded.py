@@ -1,8 +1,8 @@
-"""Counts and bounds the memory that an attempt's requests hold until its rollout ends.
+"""Holds a conversation once, not once for each of its calls, until its rollout ends.
 
-Each request shares the messages, tools and fields that equal those of an earlier recorded one: a
-conversation is held once, not once for each of its calls. What is new is counted as Python holds
-it; not token ids, which turns and the model's context bound.
+Each request shares the messages, tools and fields that equal those of an earlier recorded one, and
+each prompt the token ids that it begins with. The memory of requests is counted as Python holds it,
+and bounded; not that of token ids, which turns and the model's context bound.
 """
 
 from __future__ import annotations
@@ -11,15 +11,60 @@ from collections.abc import Iterator
 from sys import getsizeof
 from typing import Any
 
+import numpy as np
 import orjson
+from envserver_records.records import Tokens
 
 from .bounds import InFlight
 from .dialects.base import ModelRequest
 
 _COMPARED = 4
 """How many conversations of an attempt may take turns and still be held once each."""
+_GROWTH = 1.5
+"""How much larger than its prompt an array of ids is made: what is added next finds place in it."""
 _LARGE = 1024
 """Strings of fewer bytes are counted each time that they occur."""
+
+
+class RecordedPrompts:
+    """The ids of prompts. One that begins with a whole earlier one is written behind it in the same
+    array; both are views of it. So a conversation takes two or three times its last prompt."""
+
+    def __init__(self) -> None:
+        self._latest: list[_Growing] = []
+
+    def share(self, ids: Tokens) -> Tokens:
+        """Returns equal ids, which nobody may write to."""
+        growing = next((each for each in self._latest if each.begins(ids)), None) or _Growing(ids)
+        latest = [each for each in self._latest if each is not growing]
+        self._latest = [growing, *latest[: _COMPARED - 1]]
+        return growing.view(ids)
+
+
+class _Growing:
+    """An array of which the first `used` ids are those of prompts."""
+
+    def __init__(self, ids: Tokens) -> None:
+        self._ids = np.empty(int(_GROWTH * len(ids)), np.int32)
+        self._used = 0
+
+    def begins(self, ids: Tokens) -> bool:
+        """Whether `ids` begin with all that is used, or the other way round."""
+        size = min(self._used, len(ids))
+        return np.array_equal(self._ids[:size], ids[:size])
+
+    def view(self, ids: Tokens) -> Tokens:
+        size = len(ids)
+        if size > len(self._ids):
+            larger = np.empty(int(_GROWTH * size), np.int32)
+            larger[: self._used] = self._ids[: self._used]
+            self._ids = larger
+        if size > self._used:
+            self._ids[self._used : size] = ids[self._used :]
+            self._used = size
+        view = self._ids[:size]
+        view.flags.writeable = False
+        return view
 
 
 class KeptRequest:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.images import ImageSpan
-from envserver_records.records import Call, Message, VersionSpan
+from envserver_records.records import Call, Message, Tokens, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from envserver_records.timings import HookEvent
 from numpy.typing import NDArray
@@ -95,9 +95,9 @@ def _call(
     plan, hooked = context.prompt, [] if choice.hooked is None else [choice.hooked]
     echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
     if echoed is None or echoed is plan.ids:
-        echoed, prompt_ids = None, plan.tokens
+        echoed, prompt_ids = None, plan.ids
     else:
-        prompt_ids = _ids(echoed)
+        prompt_ids = _ids([*echoed])
     ids, logprobs = _sampled(engine_answer, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
@@ -121,7 +121,7 @@ def _call(
     images = _images(engine_answer, context, prompt_ids)
     if images is None:
         flags.append("images_unplaced")
-    if plan.ids is not None and echoed is not None and _folded(echoed, images, context) != plan.ids:
+    if echoed is not None and _is_other(_folded([*echoed], images, context), plan.ids):
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
     return msgspec.structs.replace(
@@ -173,6 +173,10 @@ def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallCont
     if not images or context.image_token is None:
         return echoed
     return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
+
+
+def _is_other(echoed: list[Any], planned: Tokens | None) -> bool:
+    return planned is not None and echoed != planned.tolist()
 
 
 def _told_tokens(

@@ -228,7 +228,8 @@ class PromptPlan(msgspec.Struct, kw_only=True):
     """How the prompt of a call is made.
 
     Args:
-        ids: the whole prompt, with one token for each image; None: the engine renders it.
+        ids: the whole prompt, with one token for each image; None: the engine renders it. They are
+            never changed.
         text: the whole prompt as our template renders it; None if unknown.
         edge, refusal: see Call.
         added: the text after the completion of the continued call.
@@ -236,8 +237,7 @@ class PromptPlan(msgspec.Struct, kw_only=True):
         images: SHA-256 of each image of the request, in order.
     """
 
-    ids: list[int] | None = None
-    tokens: Tokens | None = None
+    ids: Tokens | None = None
     text: str | None = None
     parent: int | None = None
     edge: Edge = "root"
@@ -302,7 +302,8 @@ class History:
         try:
             chain = self._hashes.of(messages, tools, kwargs=kwargs, model=model, agent=agent)
             text = self.format.prompt_text(messages, tools, kwargs, self._prepared)
-            text.encode()
+            if not text.isascii():
+                text.encode()
         except Refused as refused:
             return _left_to_the_engine(refused.reason)
         except (TemplateRefused, UnicodeEncodeError, RecursionError):
@@ -387,9 +388,9 @@ def same_prompt(
     Encodes the whole text of a new root, at about 2 ms per 1000 tokens: use a thread for long
     texts.
     """
-    if plan.tokens is prompt_ids:
+    if plan.ids is prompt_ids:
         return True
-    planned = plan.tokens
+    planned = plan.ids
     if planned is None:
         if plan.text is None:
             return True
@@ -484,15 +485,14 @@ class _Search:
         call = match.parent.call
         edge = _edge(match, differences)
         added = np.asarray(new.ids, np.int32)
-        tokens = np.concatenate([self._folded(call), call.completion_ids, added])
+        ids = np.concatenate([self._folded(call), call.completion_ids, added])
         if request.images:
-            placeholders = np.count_nonzero(tokens == self._format.image_token)
+            placeholders = np.count_nonzero(ids == self._format.image_token)
             if placeholders != len(request.images):
                 raise Refused("image_count")
         return msgspec.structs.replace(
             self._root(),
-            ids=tokens.tolist(),
-            tokens=tokens,
+            ids=ids,
             parent=call.index,
             edge=edge,
             refusal=None,

@@ -31,8 +31,6 @@ _ANSWER = "zQ7answer4Kx"
 _LATER = "yQ7later"
 _EARLIER = "xQ7earlier"
 
-_ENDS = "\0"
-"""Marks the keys of `known_end`, and divides what is known."""
 _PUNCTUATION = " \t\r\n\"'`,:>)]}"
 """Text that may end a value or an argument list rather than a call."""
 
@@ -73,17 +71,7 @@ def check(format: ChatFormat, turn: Turn, head: str, stop: str) -> str:
         _check_order(format, turn)
         found = _check_end(format, turn, head, stop)
         format.remember(key, found)
-        format.remember(_key(turn, _ENDS + stop), f"{head.removesuffix(stop)}{_ENDS}{found}")
     return found
-
-
-def known_end(format: ChatFormat, turn: Turn, stop: str) -> tuple[str, str] | None:
-    """Returns the text between an answer and `stop`, and `check`'s result, for a checked shape."""
-    known = format.shapes.get(_key(turn, _ENDS + stop))
-    if known is None:
-        return None
-    closers, _, call_end = known.partition(_ENDS)
-    return closers, call_end
 
 
 def call_opener(format: ChatFormat, turn: Turn) -> str:
@@ -286,7 +274,8 @@ def suffix(
         turn: `tools` and `kwargs` are the same for the call and the next one.
         extra: text that the agent appended to the answer.
         shown: what the template renders after the completion, if its rendering of all messages
-            begins with the prompt and the completion word for word; None: it is found out.
+            begins with the prompt and the completion word for word, which proves the suffix; None:
+            it is found out.
     """
     if not turn.new or any(message.get("role") == "assistant" for message in turn.new):
         raise Refused("answer_not_sampled")
@@ -332,25 +321,26 @@ def _after_end(
     text = vocabulary.added_text(stop)
     if text is None or not vocabulary.stands_alone(stop):
         raise Refused("no_boundary")
-    known = None if shown is None else known_end(format, turn, text)
-    if known is None:
-        closers, found, shown = tail(format, turn).partition(text)
-        if not found:
-            raise Refused("stop_not_rendered")
-        call_end = check(format, turn, closers + text, text)
-    else:
-        closers, call_end = known
-    if turn.calls:
-        said = without_space(format.decode(ids[-len(closers.encode()) - 9 : -1]))
-        if not said.endswith(without_space(call_end)):
-            raise Refused("call_end")
-    elif closers and not format.decode(ids[-len(closers.encode()) - 9 : -1]).endswith(closers):
-        raise Refused("closer_not_sampled")
-    following = shown or ""
+    following = _following(format, turn, ids, text) if shown is None else shown
     rest = format.encode(text + following)
     if rest[:1] != [stop]:
         raise Refused("no_boundary")
     return Suffix(following, rest[1:], "")
+
+
+def _following(format: ChatFormat, turn: Turn, ids: list[int], stop: str) -> str:
+    """Returns what the template writes after `stop`, whose tail the model must have sampled."""
+    closers, found, following = tail(format, turn).partition(stop)
+    if not found:
+        raise Refused("stop_not_rendered")
+    call_end = check(format, turn, closers + stop, stop)
+    said = format.decode(ids[-len(closers.encode()) - 9 : -1])
+    if turn.calls:
+        if not without_space(said).endswith(without_space(call_end)):
+            raise Refused("call_end")
+    elif not said.endswith(closers):
+        raise Refused("closer_not_sampled")
+    return following
 
 
 def _after_cut(format: ChatFormat, turn: Turn, ids: list[int], extra: str) -> Suffix:

@@ -134,7 +134,10 @@ class House:
 
     def cpu_seconds(self, name: str, engine_url: str) -> float:
         """Of a proxy so far; 0 for none."""
-        return 0.0 if name == "engine" else cpu_seconds(self._servers[name, engine_url][0].pid)
+        return 0.0 if name == "engine" else cpu_seconds(self.pid(name, engine_url))
+
+    def pid(self, name: str, engine_url: str) -> int:
+        return self._servers[name, engine_url][0].pid
 
     def _serve(self, name: str, engine_url: str) -> Running:
         return self._run("proxy_servers.py", name, engine_url, self._cores.proxy)

@@ -81,13 +81,19 @@ def _ids(text: str) -> list[int]:
 
 
 def requests(
-    history_tokens: int, turns: int, *, tools: bool, streamed: bool, **more: Any
+    history_tokens: int,
+    turns: int,
+    *,
+    tools: bool,
+    streamed: bool,
+    new_tokens: int = 60,
+    **more: Any,
 ) -> list[bytes]:
     """The bodies of a conversation's requests.
 
     Args:
         history_tokens: of the first.
-        turns: how many there are; each has one answer and one question more.
+        turns: how many there are; each has one answer and one question of `new_tokens` more.
     """
     messages = [
         {"role": "system", "content": "You help."},
@@ -99,12 +105,12 @@ def requests(
         if tools:
             body["tools"] = TOOLS
         bodies.append(orjson.dumps(body))
-        messages = [*messages, answer(tools).message, _next(tools, turn)]
+        messages = [*messages, answer(tools).message, _next(tools, turn, new_tokens)]
     return bodies
 
 
-def _next(tools: bool, turn: int) -> dict[str, Any]:
-    content = prose(60, seed=turn)
+def _next(tools: bool, turn: int, tokens: int) -> dict[str, Any]:
+    content = prose(tokens, seed=turn)
     if tools:
         return {"role": "tool", "tool_call_id": "call00001", "content": content}
     return {"role": "user", "content": content}

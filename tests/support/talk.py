@@ -106,7 +106,9 @@ class Talk:
         plan = self.plan(messages, tools, agent=agent, kwargs=kwargs)
         prompt = echo
         if prompt is None:
-            prompt = plan.ids or self.format.prompt_ids(messages, tools, kwargs or {})
+            prompt = plan.ids
+        if prompt is None:
+            prompt = self.format.prompt_ids(messages, tools, kwargs or {})
         ids = sampled if isinstance(sampled, list) else None
         if ids is None:
             ids = self.format.encode(answer["content"] if sampled is None else str(sampled))

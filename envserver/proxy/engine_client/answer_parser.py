@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from envserver_records.errors import TemplateRefused
-from envserver_records.records import Message
+from envserver_records.records import Message, Tokens
 
 from ...models.parsers import FORMATS, ParsedCall, Tools, detect_format
 from ...tokens.chat_format import ChatFormat
@@ -51,11 +51,11 @@ class AnswerParser:
             return "tool_format_unknown"
         return self._differs if has_tools(body) or self._reasons else None
 
-    def message(self, text: str, body: ChatBody, prompt_ids: list[int]) -> Message:
+    def message(self, text: str, body: ChatBody, prompt_ids: Tokens | list[int]) -> Message:
         content: str | None = text
         message: Message = {"role": "assistant"}
         if self._reasons:
-            tail = self._format.decode(prompt_ids[-_TAIL_TOKENS:])
+            tail = self._format.decode([*prompt_ids[-_TAIL_TOKENS:]])
             message["reasoning"], content = parse_reasoning(text, tail)
         calls: list[ParsedCall] = []
         if content and self._calls is not None and calls_are_free(body):

@@ -13,7 +13,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
+import orjson
 from envserver_records.errors import EngineGarbage, EngineTimeout
+from envserver_records.records import Tokens
 
 from ...models.engine import Engine, EngineRequest
 from ...tokens.images import url_of
@@ -25,7 +27,7 @@ EXPERTS_START = "routed_experts_prompt_start"
 
 ChatBody = dict[str, Any]
 ChatAnswer = dict[str, Any]
-Ids = list[int] | None
+Ids = Tokens | None
 """The ids of a planned prompt; None: the engine renders it."""
 
 
@@ -154,11 +156,20 @@ def index_of(choice: Any, count: int, where: str) -> int:
     return index
 
 
-def check_prompt(answer: ChatAnswer, sent: list[int], where: str) -> None:
+def check_prompt(answer: ChatAnswer, sent: Tokens | list[int], where: str) -> None:
     """Checks that the engine saw what it was sent, and puts `sent` itself in its place."""
-    if require(answer, "prompt_token_ids", list, where) != sent:
+    if not same_ids(require(answer, "prompt_token_ids", list, where), sent):
         raise EngineGarbage(f"{where} echoes another prompt than was sent.")
     answer["prompt_token_ids"] = sent
+
+
+def same_ids(seen: list[Any], sent: Tokens | list[int]) -> bool:
+    return seen == (sent if isinstance(sent, list) else sent.tolist())
+
+
+def dumped(ids: Tokens | list[int]) -> bytes:
+    """Returns ids as JSON."""
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def check_ended(unfinished: set[int]) -> None:

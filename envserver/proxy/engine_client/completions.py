@@ -12,7 +12,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import orjson
 from envserver_records.errors import EngineGarbage
+from envserver_records.records import Tokens
 
 from ...models.probe import ProbeResult
 from ...tokens.chat_format import ChatFormat
@@ -31,6 +33,7 @@ from .base import (
     check_prompt,
     choices_of,
     chunk_head,
+    dumped,
     has_media,
     has_tools,
     index_of,
@@ -149,7 +152,7 @@ class CompletionsClient:
         async with session.stream(PATH, streamed(_request(body, ids))) as chunks:
             yield self._chunks(chunks, body, ids)
 
-    def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: list[int]) -> ChatAnswer:
+    def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: Tokens) -> ChatAnswer:
         choices = []
         for choice in choices_of(answer, count_of(body), _WHERE):
             check_prompt(choice, sent, _WHERE)
@@ -169,7 +172,7 @@ class CompletionsClient:
         }
 
     async def _chunks(
-        self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: list[int]
+        self, stream: AsyncIterator[ChatAnswer], body: ChatBody, sent: Tokens
     ) -> AsyncIterator[ChatAnswer]:
         begun: set[int] = set()
         count = count_of(body)
@@ -228,10 +231,10 @@ class CompletionsClient:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _request(body: ChatBody, ids: list[int]) -> ChatBody:
+def _request(body: ChatBody, ids: Tokens) -> ChatBody:
     request = {name: body[name] for name in body if name in _SHARED}
     request |= {
-        "prompt": ids,
+        "prompt": orjson.Fragment(dumped(ids)),
         # An explicit null: without the field the limit would be 16.
         "max_tokens": max_tokens(body),
         "return_token_ids": True,
@@ -305,8 +308,8 @@ def _with_text(answer: ChatAnswer, where: str, name: str, role: dict[str, str]) 
     """Returns `answer` with its texts as `name`, and the ids of the only prompt at the top."""
     choices: list[dict[str, Any]] = [
         {
-            **{kept: choice[kept] for kept in _KEPT if kept in choice},
             name: {**role, "content": require(choice, "text", str, where)},
+            **{kept: choice[kept] for kept in _KEPT if kept in choice},
         }
         for choice in require(answer, "choices", list, where)
     ]

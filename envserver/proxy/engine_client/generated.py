@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import orjson
 from envserver_records.errors import EngineGarbage
-from envserver_records.records import Message
+from envserver_records.records import Message, Tokens
 
 from ...tokens.images import Range, folded, folds_to
 from .base import (
@@ -31,6 +31,7 @@ from .base import (
     index_of,
     require,
     role_chunk,
+    same_ids,
     top_logprobs,
 )
 
@@ -154,7 +155,7 @@ class SentPrompt(NamedTuple):
     `grids`: of its images; `json`: the ids as they were written.
     """
 
-    ids: list[int]
+    ids: Tokens | list[int]
     image_token: int | None = None
     grids: Sequence[Grid] = ()
     json: bytes = b""
@@ -178,7 +179,7 @@ class SentPrompt(NamedTuple):
         if (
             len(ranges) != len(self.grids)
             or not folds_to(seen, ranges, self.image_token)
-            or folded(seen, ranges, self.image_token) != self.ids
+            or not same_ids(folded(seen, ranges, self.image_token), self.ids)
         ):
             raise EngineGarbage(f"{where} echoes another prompt than was sent.")
         return ranges
@@ -209,7 +210,7 @@ class GeneratedAnswer:
     ) -> None:
         self._is_bare = is_bare
         self._images = sent.placed(sent.check(answer, _WHERE))
-        self.prompt_ids: list[int] = answer["prompt_token_ids"]
+        self.prompt_ids: Tokens | list[int] = answer["prompt_token_ids"]
         self.prompt_json: Any = self.prompt_ids
         """`prompt_ids` to be sent again."""
         if self.prompt_ids is sent.ids and sent.json:

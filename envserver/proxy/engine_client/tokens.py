@@ -24,7 +24,7 @@ from typing import Any
 
 import orjson
 from envserver_records.errors import EngineGarbage, EngineRefused
-from envserver_records.records import Message
+from envserver_records.records import Message, Tokens
 
 from ...models.probe import ProbeResult
 from ...tokens.images import facts_of_all, folded, folds_to, urls_of
@@ -36,6 +36,7 @@ from .base import (
     EngineSession,
     Ids,
     choices_of,
+    dumped,
     has_media,
     has_only_images,
     has_tools,
@@ -89,7 +90,7 @@ class RenderCache:
         if len(self._cache) > _MOST_FRAMES:
             self._cache.popitem(last=False)
 
-    def request(self, body: ChatBody, ids: list[int]) -> ChatBody | None:
+    def request(self, body: ChatBody, ids: Tokens) -> ChatBody | None:
         key = _key(body, _OF_ONE_CALL)
         frame = self._cache.get(key)
         if frame is None:
@@ -159,7 +160,7 @@ class _Rendering:
         return len(self.answer["token_ids"]) if self.answer else 0
 
 
-def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: list[int]) -> ChatBody:
+def with_prompt(rendered: ChatAnswer, body: ChatBody, ids: Tokens | list[int]) -> ChatBody:
     """Returns a rendered request with another prompt, and with the seed, limit and so on of `body`.
 
     The rendered limit is what the rendered prompt leaves of the context. Without it the engine uses
@@ -347,9 +348,9 @@ class TokensClient:
         if urls:
             request["content_parts"] = [{"type": "image_url", "url": url} for url in urls]
         ids = request["token_ids"]
-        written = orjson.dumps(ids)
-        request["token_ids"] = orjson.Fragment(written)
-        sent = SentPrompt(ids, self._image_token, self._grids.of(digests), written)
+        json = dumped(ids)
+        request["token_ids"] = orjson.Fragment(json)
+        sent = SentPrompt(ids, self._image_token, self._grids.of(digests), json)
         return request, sent
 
     async def _rendered(

@@ -14,6 +14,7 @@ from typing import Any
 
 import anthropic
 import msgspec
+import numpy as np
 import openai
 import orjson
 import pytest
@@ -32,7 +33,7 @@ from envserver.models.openai import OpenAIEngine
 from envserver.proxy import bounds
 from envserver.proxy.bounds import AttemptBounds, InFlight, Totals
 from envserver.proxy.dialects.base import ModelRequest
-from envserver.proxy.recorded import RecordedRequests, size_of
+from envserver.proxy.recorded import RecordedPrompts, RecordedRequests, size_of
 from envserver.proxy.server import Proxy
 from envserver.proxy.unrecorded import generate_answer
 from envserver.proxy.worker import job_of
@@ -156,6 +157,24 @@ def test_sharing_changes_no_request(requests: list[tuple[Any, Any, Any]]) -> Non
         as_sent = orjson.dumps(copy.deepcopy([made.messages, made.tools, made.fields, made.body]))
         record.end(record.take(made), recorded=True)
         assert orjson.dumps([made.messages, made.tools, made.fields, made.body]) == as_sent
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), max_size=9)), max_size=9))
+def test_sharing_changes_no_prompt(steps: list[tuple[int, list[int]]]) -> None:
+    record, prompts = RecordedPrompts(), [np.empty(0, np.int32)]
+    for earlier, new in steps:
+        prompts.append(np.concatenate([prompts[earlier % len(prompts)], np.array(new, np.int32)]))
+    shared = [record.share(ids) for ids in prompts]
+    for ids, seen in zip(prompts, shared, strict=True):
+        np.testing.assert_array_equal(ids, seen)
+
+
+def test_the_prompts_of_a_conversation_take_the_space_of_a_few() -> None:
+    record, whole = RecordedPrompts(), np.arange(100_000, dtype=np.int32)
+    shared = [record.share(whole[:size]) for size in range(1000, len(whole) + 1, 1000)]
+    arrays = {id(ids.base): ids.base for ids in shared}
+    assert sum(held.nbytes for held in arrays.values()) < 5 * whole.nbytes
 
 
 # Reading takes a bounded share of the time that all have

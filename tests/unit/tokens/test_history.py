@@ -62,8 +62,8 @@ def test_a_conversation_goes_on_from_its_own_tokens(name: str) -> None:
         if turn:
             assert (plan.parent, plan.edge, plan.flags) == (turn - 1, "exact", [])
             assert plan.ids is not None
-            assert plan.ids[: len(seen(here, turn - 1))] == seen(here, turn - 1)
-            assert here.format.decode(plan.ids) == plan.text
+            assert plan.ids[: len(seen(here, turn - 1))].tolist() == seen(here, turn - 1)
+            assert here.format.decode(plan.ids.tolist()) == plan.text
         messages = [*messages, said(text), NEXT]
     assert len(build(here.calls)) == 1
     # Tool calls may be written in the model's own way.
@@ -196,7 +196,7 @@ def test_what_text_cannot_say_is_kept() -> None:
     here.ask([USER], "So\ufffd it is", sampled=ids)
     plan = here.plan([USER, said("So\ufffd it is"), NEXT])
     assert (plan.parent, plan.edge) == (0, "lossy_detok")
-    assert plan.ids is not None and plan.ids[: len(seen(here, 0))] == seen(here, 0)
+    assert plan.ids is not None and plan.ids[: len(seen(here, 0))].tolist() == seen(here, 0)
     assert here.calls[0].flags == ["special_token_in_completion", "lossy_detokenization"]
 
 
@@ -344,7 +344,7 @@ def test_templates_that_rewrite_the_past_make_roots(name: str) -> None:
         plan = here.ask(messages, text, sampled=spelled(here, text))
         assert plan.ids is None or not tail_is_right
         if plan.ids is not None:  # these messages do not run into the trap
-            assert here.format.decode(plan.ids) == plan.text
+            assert here.format.decode(plan.ids.tolist()) == plan.text
         messages = [*messages, said(text), NEXT]
 
 
@@ -551,8 +551,8 @@ class Agent:
         assert plan.parent is not None and plan.added is not None and plan.text is not None
         before = self.here.calls[plan.parent]
         seen = [*before.prompt_ids.tolist(), *before.completion_ids.tolist()]
-        assert plan.ids[: len(seen)] == seen
-        assert self.here.format.decode(plan.ids[len(seen) :]) == plan.added
+        assert plan.ids[: len(seen)].tolist() == seen
+        assert self.here.format.decode(plan.ids[len(seen) :].tolist()) == plan.added
         at = len(before.messages)
         assert prepare(before.messages, parts=False) == prepare(messages[:at], parts=False) or any(
             "reasoning" in message for message in messages
