@@ -24,8 +24,8 @@ from proxy_load import agents, by_turns, cpu_seconds, pin
 WINDOW = 10
 CPU_BUDGET_MS = (5.0, 0.12)
 MEMORY_BUDGET_MB = (5.0, 0.1)
-"""Of a call, and of a conversation: for itself, and for each 1,000 tokens; half as much again as they
-take on two busy cores of a virtual machine."""
+"""Of a call, and of a conversation: for itself, and for each 1,000 tokens; half as much again as it
+takes on two busy cores of a virtual machine."""
 
 
 async def measured(
