@@ -14,6 +14,7 @@ from ..proxy.attempts import AgentRoute, routing_key
 from ..proxy.endpoint import VERSION_PLACEHOLDER
 from ..settings.config import SamplingConfig
 from ..settings.section import AgentConfig
+from ..tools.calling import place_of
 from .rewards import roles_of
 
 _ENGINES_OWN = ("default", None)
@@ -28,6 +29,8 @@ def demonstrated(
     if isinstance(turns, Mapping):
         own: dict[str | None, list[Message]] = dict(turns.items())
         return own
+    if not isinstance(turns, list | tuple) or not all(isinstance(one, Mapping) for one in turns):
+        raise TypeError(f"it must return a list of messages, not {turns!r:.50}")
     if not roles:
         return {None: turns}
     return {name: turns for name, trained in roles.items() if trained}
@@ -146,6 +149,5 @@ def _solution(
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Environment {environment.name!r} cannot demonstrate its task {task.id!r}: "
-            f"{type(error).__name__}: {error}.",
-            hint="--debug shows where.",
+            f"{type(error).__name__}: {error} {place_of(error, environment.demonstration)}"
         ) from error

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from envserver_records.errors import (
+    AgentError,
     Failure,
     JudgeError,
     RolloutError,
@@ -25,6 +26,8 @@ from ..telemetry.redaction import redacted
 from .estimates import Scored
 from .policy import Alike, Drop, Untrained, is_bug
 from .stream import GroupRequest
+
+T = TypeVar("T")
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +168,8 @@ def _written(value: str) -> Iterator[str]:
 
 
 _LONGEST_MESSAGE = 1000
+_SAME_ERRORS = 3
+"""An error may come from what the model said; not where it ends each of so many attempts."""
 _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 """Errors of code that knows the hidden part of the task, and may quote it."""
 
@@ -180,6 +185,7 @@ class GroupFailures:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
         self.scored = 0
+        self._errors: Counter[str] = Counter()
         self.bug: Drop | None = None
         self._observer = observer
         self._request = request
@@ -196,6 +202,25 @@ class GroupFailures:
     def of(self, number: int) -> list[FailedAttempt]:
         """Returns the failed attempts of rollout `number`, the latest ones in order."""
         return self._failed[number][-MOST_ATTEMPTS:]
+
+    def marking(self, attempt: Callable[[int], Awaitable[T]]) -> Callable[[int], Awaitable[T]]:
+        """Returns `attempt`; its error is marked as a bug of the environment if its code has ended
+        the first attempts of the group, and all of them, by that same error."""
+
+        async def marked(deaths: int) -> T:
+            try:
+                return await attempt(deaths)
+            except RolloutError as error:
+                self._errors[error.message] += 1
+                is_own = isinstance(error, AgentError | ScorerError) and "traceback" in error.detail
+                is_all = len(self._errors) == 1 and self._errors.total() >= _SAME_ERRORS
+                if is_own and is_all and not (self.scored or is_bug(error)):
+                    place = error.detail.get("place", "")
+                    bug = f"A bug in the environment: {error.message} {place}"
+                    error.detail["bug"] = bug.strip()
+                raise
+
+        return marked
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
         knows_hidden = isinstance(error, _SAW_HIDDEN)

@@ -208,7 +208,7 @@ async def _rollout(
     with root(context.tracer, "task", about), contextlib.suppress(RolloutError):
         return await _retried(
             context,
-            partial(_try_rollout, context, request, number, failures),
+            failures.marking(partial(_try_rollout, context, request, number, failures)),
             lambda error, again: failures.add(number, error, final=not again),
             lambda: failures.scored,
         )

@@ -94,7 +94,7 @@ def range_of(environment: Environment) -> RewardRange:
 def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
     """Checks a score and returns it as plain numbers, without totals."""
     if not isinstance(score, Score):
-        raise ScorerError(f"The scorer returned {type(score).__name__}, not a Score.")
+        _refuse(f"{type(score).__name__}, not a Score", verb="returned")
     if score.error is not None:
         raise ScorerError(f"The scorer reported a failure: {score.error}")
     checked = Score(
@@ -129,7 +129,7 @@ def delivered_score(score: Score, rules: RewardRules) -> Score:
 
 def _rewards(rewards: object, rules: RewardRules) -> dict[str, float]:
     if not isinstance(rewards, dict):
-        raise ScorerError("The scorer gave rewards that are not a dict.")
+        _refuse("rewards that are not a dict")
     for name in rewards:
         if name not in rules.agents:
             _refuse(f"a reward for the agent {name!r}, which it does not declare", _known(rules))
@@ -138,7 +138,7 @@ def _rewards(rewards: object, rules: RewardRules) -> dict[str, float]:
 
 def _turn(turn: object, result: Result, rules: RewardRules) -> TurnReward:
     if not isinstance(turn, TurnReward):
-        raise ScorerError(f"The scorer gave turns with a {type(turn).__name__}, not a TurnReward.")
+        _refuse(f"turns with a {type(turn).__name__}, not a TurnReward")
     agent = turn.agent if turn.agent is not None else next(iter(rules.agents), None)
     if agent is not None and agent not in rules.agents:
         _refuse(f"a turn reward for the agent {agent!r}, which it does not declare", _known(rules))
@@ -205,8 +205,8 @@ def _reward(name: str, value: object) -> float:
     return float(value)
 
 
-def _refuse(what: str, hint: str = "") -> NoReturn:
-    message = f"The scorer gave {what}."
+def _refuse(what: str, hint: str = "", verb: str = "gave") -> NoReturn:
+    message = f"The scorer {verb} {what}."
     raise RewardError(message, hint=hint, bug=f"A bug in the environment: {message} {hint}".strip())
 
 

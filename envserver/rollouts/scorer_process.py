@@ -38,6 +38,7 @@ from envserver_records.errors import (
     InputError,
     NotFoundError,
     Outcome,
+    RewardError,
     ScorerError,
 )
 from envserver_records.framing import frame, receive_frame
@@ -415,7 +416,11 @@ def _score_of(environment: Environment, task: Task, result: Result) -> Score:
     with _nothing_failed_meanwhile():
         score = _awaited(environment.score(task, result))
     rules = rules_of_rewards(environment)
-    return checked_score(with_turn_rewards(score, result, rules), result, rules)
+    try:
+        return checked_score(with_turn_rewards(score, result, rules), result, rules)
+    except RewardError as error:
+        error.detail["bug"] += f" {place_of(error, environment.score)}"
+        raise
 
 
 @contextmanager

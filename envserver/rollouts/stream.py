@@ -128,7 +128,7 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"Environment {environment.name!r} cannot give its tasks: "
-            f"{type(error).__name__}: {error} {place_of(error)}"
+            f"{type(error).__name__}: {error} {place_of(error, environment.tasks)}"
         ) from error
 
 

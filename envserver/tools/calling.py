@@ -310,15 +310,18 @@ def is_bug(error: Exception) -> bool:
     return not isinstance(error, EnvserverError | ToolError | OSError)
 
 
-def place_of(error: BaseException) -> str:
-    """Returns the innermost place outside of libraries (else the innermost).
+def place_of(error: BaseException, method: Callable[..., Any] | None = None) -> str:
+    """Returns the innermost place outside of libraries; without one that of `method`, which was
+    called, else the innermost.
 
     The file's name alone: messages are kept with rollouts, without the user's folders.
     """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    own = [one for one in frames if not one[0].f_code.co_filename.startswith(_LIBRARIES)]
-    if not frames:
+    frames = [(one.f_code, line) for one, line in traceback.walk_tb(error.__traceback__)]
+    own = [one for one in frames if not one[0].co_filename.startswith(_LIBRARIES)]
+    called = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
+    if not own and called is not None:
+        own = [(called, called.co_firstlineno)]
+    if not (own or frames):
         return ""
-    frame, line = (own or frames)[-1]
-    name = Path(frame.f_code.co_filename).name
-    return f"({name}:{line}, in {frame.f_code.co_qualname})."
+    code, line = (own or frames)[-1]
+    return f"({Path(code.co_filename).name}:{line}, in {code.co_qualname})."

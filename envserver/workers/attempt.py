@@ -361,8 +361,8 @@ def _success(output: Any, run: AttemptRun) -> bytes:
         result = {"output": value, "changes": sorted(changes), **_noted(run)}
         return orjson.dumps(result, option=_JSON_ONLY)
     except TypeError as error:
-        kind = type(output).__name__
-        return _failure(AgentError(f"rollout() returned a {kind} that JSON cannot hold: {error}."))
+        what = f"rollout() returned what JSON cannot hold ({type(output).__name__}): {error}."
+        return _failure(AgentError(what, bug="yes"))
 
 
 def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:

@@ -46,7 +46,11 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
     return {
         "kind": RewardError.kind if isinstance(error, RewardError) else AgentError.kind,
         "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
-        "detail": {"traceback": _traceback(error, own_file), **bug_of(error)},
+        "detail": {
+            "traceback": _traceback(error, own_file),
+            "place": place_of(error),
+            **bug_of(error),
+        },
     }
 
 
@@ -70,7 +74,7 @@ def bug_of(error: BaseException) -> dict[str, str]:
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
         place = place_of(error.__cause__ or error)
-        return {"bug": sendable(f"A bug in the environment: {error.message} {place}")}
+        return {"bug": sendable(f"A bug in the environment: {error.message} {place}".strip())}
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):

@@ -81,7 +81,28 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
             "ZeroDivisionError: division by zero (echo of mine.py:6, in Echo.tasks).",
         ),
         (TASKS, "yield Task(1, {})", "the id of task 1 must be text"),
-        ("return [{", "1 / 0; return [{", "cannot demonstrate its task 'one': ZeroDivisionError"),
+        (
+            TASKS,
+            'yield {"question": "1"}',
+            "dict is not a Task (echo of mine.py:5, in Echo",
+        ),
+        (TASKS, "return None", "'NoneType' object is not iterable (echo of mine.py:5, in"),
+        (
+            'return [{"role": "assistant"',
+            '1 / 0; return [{"role": "assistant"',
+            "cannot demonstrate its task 'one': ZeroDivisionError: division by zero (echo of mine",
+        ),
+        (
+            'return [{"role": "assistant", "content": task.hidden["answer"]}]',
+            'return "1"',
+            "it must return a list of messages, not '1' (echo of mine.py:14, in Echo.demonstration",
+        ),
+        ("def score(", "def score", "echo of mine.py, line 11: SyntaxError"),
+        (
+            "from envserver import",
+            "import nosuch\nfrom envserver import",
+            "No module named 'nosuch'",
+        ),
         (TASKS, "return []", "has no tasks in its split 'train'"),
     ],
 )
