@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from envserver_records.errors import (
-    AgentError,
     Failure,
     JudgeError,
     RolloutError,
@@ -204,18 +203,18 @@ class GroupFailures:
         return self._failed[number][-MOST_ATTEMPTS:]
 
     def marking(self, attempt: Callable[[int], Awaitable[T]]) -> Callable[[int], Awaitable[T]]:
-        """Returns `attempt`; its error is marked as a bug of the environment if its code has ended
-        the first attempts of the group, and all of them, by that same error."""
+        """Returns `attempt`; its error is marked as a bug of the environment if an exception of its
+        code, always the same, has ended all attempts of the group so far, and not only one or
+        two."""
 
         async def marked(deaths: int) -> T:
             try:
                 return await attempt(deaths)
             except RolloutError as error:
                 self._errors[error.message] += 1
-                is_own = isinstance(error, AgentError | ScorerError) and "traceback" in error.detail
                 is_all = len(self._errors) == 1 and self._errors.total() >= _SAME_ERRORS
-                if is_own and is_all and not (self.scored or is_bug(error)):
-                    place = error.detail.get("place", "")
+                place = error.detail.get("place")
+                if place is not None and is_all and not (self.scored or is_bug(error)):
                     bug = f"A bug in the environment: {error.message} {place}"
                     error.detail["bug"] = bug.strip()
                 raise

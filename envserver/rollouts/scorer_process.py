@@ -377,7 +377,7 @@ def _failure_of(error: BaseException) -> Failure:
         blame=Blame.ENVIRONMENT,
         outcome=Outcome.RETRY,
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]} {place_of(error)}",
-        detail={"traceback": trace, **bug_of(error)},
+        detail={"traceback": trace, "place": "", **bug_of(error)},  # it is in the message
     )
 
 

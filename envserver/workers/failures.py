@@ -48,7 +48,7 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {
             "traceback": _traceback(error, own_file),
-            "place": place_of(error),
+            **({} if ours else {"place": place_of(error)}),
             **bug_of(error),
         },
     }
