@@ -2,15 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 import structlog
 from envserver_records.errors import StoreError
-from prometheus_client.core import Metric
 from support.api import running_api
 from support.waiting import until
 
@@ -20,7 +19,7 @@ from envserver.store import open_store
 from envserver.telemetry.alarm_facts import Alarm, AlarmFacts
 from envserver.telemetry.alarms import AlarmBook
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
-from envserver.telemetry.numbers import counter, gauge
+from envserver.telemetry.measures import Reading
 from envserver.trainers.status import AlarmWatch, Recorder
 
 START = 1_700_000_000.0
@@ -82,7 +81,7 @@ class Run:
 
 
 def _name(name: str, labels: dict[str, str]) -> Name:
-    return Name(f"envserver_{name}", tuple(sorted(labels.items())))
+    return Name.of(f"envserver_{name}", labels)
 
 
 @pytest.mark.parametrize(
@@ -235,19 +234,12 @@ def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     assert 2 < len([line for line in lines if line["event"] == "alarm_began"]) < 8
 
 
-class Waiting:
-    """Metrics of a server for whose groups no trainer comes."""
-
-    async def families(self) -> Iterable[Metric]:
-        return [gauge("envserver_groups", "", ("state",), [(("queued",), 5.0)])]
-
-
 async def test_alarms_go_on_after_a_restart_and_the_route_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, now = tmp_path / "s.db", [START]
     metrics = Metrics()
-    metrics.add(Waiting().families)
+    metrics.add(AsyncMock(return_value={"groups": {"queued": 5.0}}))  # no trainer comes
     for steps in (30, 12):  # of a minute
         watch = AlarmWatch(AlarmsConfig(no_trainer_minutes=15))
         async with open_store(place) as store:
@@ -293,14 +285,10 @@ class Server:
     def __init__(self) -> None:
         self.now, self.delivered = 6_000_000.0, 0.0
         self.metrics = Metrics()
-        self.metrics.add(self.families)
+        self.metrics.add(self.read)
 
-    async def families(self) -> Iterable[Metric]:
-        name, labels = "envserver_groups_delivered", ("environment",)
-        return [
-            counter(name, "", labels, [(("math",), self.delivered)]),
-            gauge("envserver_secret", "", (), [((), 1.0)]),
-        ]
+    async def read(self) -> Reading:
+        return {"groups_delivered": {"math": self.delivered}, "worker_restarts": {"math": 1}}
 
     async def record(self, recorder: Recorder, *, after: float, delivered: float) -> None:
         self.now += after
@@ -317,7 +305,7 @@ async def test_minutes_survive_a_restart_and_come_before_what_memory_has(where: 
         rows = await recorder.between(server.now - 3600, server.now, 100)
         assert [numbers[DELIVERED] for _, numbers in rows] == [1, 2, 3, 4]
         assert {one.name for one in rows[0][1]} > {"process_cpu_seconds_total", DELIVERED.name}
-        assert "envserver_secret" not in {one.name for one in rows[0][1]}
+        assert "envserver_worker_restarts_total" not in {one.name for one in rows[0][1]}
     async with open_store(where) as store:
         recorder = Recorder(server.metrics, store, lambda: server.now)
         await server.record(recorder, after=60, delivered=5)

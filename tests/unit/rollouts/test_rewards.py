@@ -47,12 +47,8 @@ def played(game: str) -> bytes:
 
 def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
     """The sums of positive and of negative rewards by agent, as /metrics shows them."""
-    (points,) = (
-        family
-        for family in asyncio.run(numbers.families())
-        if family.name == "envserver_reward_points"
-    )
-    return {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples}
+    points = asyncio.run(numbers.read())["reward_points"]
+    return {(agent, sign): value for (_, agent, sign), value in points.items()}
 
 
 def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) -> None:
