@@ -122,11 +122,11 @@ class Health:
 
     def missing(self) -> str:
         """Describes which parts are not ready, and why; "" if all are ready."""
-        words = []
-        for name, part in self.parts.items():
-            if part.state not in _WORKING:
-                words.append(f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}")
-        return "; ".join(words)
+        return "; ".join(
+            f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}"
+            for name, part in self.parts.items()
+            if part.state not in _WORKING
+        )
 
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))

@@ -25,7 +25,7 @@ from ..runners.news import LocalEnvironmentSink
 from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, Store
 from ..store.demand import StoreOrderSink
-from ..telemetry.measures import Reading
+from ..telemetry.measures import Reading, of_each
 from ..trainers.live import EngineSource, FailureLog
 from .api_serving import Delivery
 from .bootstrap import BootstrapServer
@@ -34,7 +34,6 @@ from .held_out import Evaluations
 from .judging import judge_numbers
 from .metrics import (
     Deliveries,
-    RolloutNumbers,
     Tally,
     all_of,
     curriculum_numbers,
@@ -70,10 +69,13 @@ async def machine_numbers(machines: Sequence[Machine]) -> Reading:
     loads = {one.url: one.load for one in machines if one.load is not None and not one.problem}
     return {
         "sandbox_machine_up": {one.url: not one.problem for one in machines},
-        "sandbox_machine_places": {url: load.sandboxes for url, load in loads.items()},
-        "sandbox_machine_open": {url: load.open for url, load in loads.items()},
-        "sandbox_machine_waiting": {url: load.waiting for url, load in loads.items()},
         "sandbox_machine_own": {one.url: one.open for one in machines},
+        **of_each(
+            loads,
+            sandbox_machine_places=lambda load: load.sandboxes,
+            sandbox_machine_open=lambda load: load.open,
+            sandbox_machine_waiting=lambda load: load.waiting,
+        ),
         "sandbox_machine_events": {
             (one.url, event): n for one in machines for event, n in one.counts.items()
         },
@@ -159,7 +161,7 @@ async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
     settings = members[0].spec.settings
-    tally, numbers = Tally(), RolloutNumbers()
+    tally = Tally()
     async with contextlib.AsyncExitStack() as stack:
         room = await stack.enter_async_context(
             shared_engine(settings, need_engine=False, need_exact=True)
@@ -186,7 +188,7 @@ async def hosted(
             is not None
         }
         failures = server.live.failures
-        observe = partial(_observer, tally, numbers, auditor, curricula, failures, tracked)
+        observe = partial(_observer, tally, auditor, curricula, failures, tracked)
         if tracked is not None:
             tracked.link(f"{server.url}/#/groups/")
         players = PlayedEngine()
@@ -216,7 +218,7 @@ async def hosted(
             tally=tally,
         )
         server.metrics.add(
-            numbers.read,
+            tally.read,
             Deliveries(server.store, lambda: host.version).read,
             partial(engine_numbers, room.engine, room.endpoint.gate, lambda: host.version),
             partial(parts_numbers, parts),
@@ -250,7 +252,6 @@ def _no_version() -> int:
 
 def _observer(
     tally: Tally,
-    numbers: RolloutNumbers,
     auditor: Auditor,
     curricula: Mapping[str, TaskStream],
     failures: FailureLog,
@@ -264,8 +265,7 @@ def _observer(
 
     curriculum = curricula.get(environment)
     return all_of(
-        tally,
-        numbers.observer(environment),
+        tally.observer(environment),
         failures.observer(environment),
         None if curriculum is None else curriculum.observe,
         offer,

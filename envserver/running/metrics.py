@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
-from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 import msgspec
 import structlog
 from envserver_records.costs import Cost, added
-from envserver_records.records import Group, Usage
+from envserver_records.records import Group
 from envserver_records.tasks import UNIT_RANGE, RewardRange, Score
 
 from ..models.engine import ReplicaHealth
@@ -23,7 +23,6 @@ from ..models.routing import Standing
 from ..proxy.gate import Gate
 from ..rollouts.events import (
     Event,
-    GroupDelivered,
     GroupDropped,
     Observer,
     RolloutFailed,
@@ -32,7 +31,7 @@ from ..rollouts.events import (
 from ..rollouts.policy import Untrained, alike, all_equal, summed
 from ..store import Lease
 from ..store.rows import GroupState
-from ..telemetry.measures import Meter, Reading
+from ..telemetry.measures import Meter, Reading, of_each
 from ..telemetry.numbers import OTHER, Distribution
 
 if TYPE_CHECKING:
@@ -51,78 +50,15 @@ _MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
-class RolloutNumbers(Meter):
-    """Counts over the events of rollouts, by environment."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            *("rollouts", "failed_attempts", "reward_points", "groups_equal", "groups_alike"),
-            *("tokens", "tokens_cost", "groups_delivered", "groups_dropped", "flags"),
-            *("untrained_tokens", "reward", "group_deviation", "rollout_seconds", "rollout_turns"),
-        )
-
-    def observer(self, environment: str) -> Observer:
-        self.add("groups_delivered", environment, value=0)
-        return partial(self._observe, environment)
-
-    def _observe(self, environment: str, event: Event) -> None:
-        if isinstance(event, RolloutScored):
-            self._scored(environment, event)
-        elif isinstance(event, RolloutFailed):
-            kind = event.failure.kind
-            self.add("failed_attempts", environment, kind)
-            if event.final:
-                self.add("rollouts", environment, "stale" if kind == "stale" else "lost")
-        elif isinstance(event, GroupDelivered):
-            self.add("groups_delivered", environment)
-            trajectories = event.group.trajectories
-            self._add_alike(environment, alike(event.group))
-            for trajectory in trajectories:
-                self._rewarded(environment, trajectory.score)
-            rewards = [one.score.reward for one in trajectories if one.score.reward is not None]
-            if len(rewards) > 1:
-                self.add("group_deviation", environment, value=pstdev(rewards))
-                self.add("groups_equal", environment, value=all_equal(trajectories))
-        elif isinstance(event, GroupDropped):
-            self.add("groups_dropped", environment, event.reason)
-            self.add("groups_equal", environment, value=event.reason == "zero_variance")
-            self._add_alike(environment, event.alike)
-
-    def _add_alike(self, environment: str, found: Sequence[str]) -> None:
-        for what in found:
-            self.add("groups_alike", environment, what)
-
-    def _scored(self, environment: str, event: RolloutScored) -> None:
-        end = f"limit_{event.limit}" if event.limit else "scored"
-        self.add("rollouts", environment, end if event.scorable else "unscorable")
-        self.add("tokens", environment, "prompt", value=event.prompt_tokens)
-        self.add("tokens", environment, "completion", value=event.completion_tokens)
-        self.add("rollout_seconds", environment, value=event.seconds)
-        self.add("rollout_turns", environment, value=event.turns)
-        cost = event.usage.cost if event.usage is not None else None
-        if cost is not None and cost.models:
-            self.add("tokens_cost", environment, cost.currency, value=sum(cost.models.values()))
-        for flag in event.flags:
-            self.add("flags", flag)
-        for flag, count in event.untrained.by_flag.items():
-            self.add("untrained_tokens", environment, flag, value=count)
-
-    def _rewarded(self, environment: str, score: Score) -> None:
-        """A score can name declared agents only."""
-        if score.reward is None:
-            return
-        for agent, reward in (score.rewards or {"": score.reward}).items():
-            self.add("reward", environment, agent, value=reward)
-            self.add("reward_points", environment, agent, "positive", value=max(reward, 0.0))
-            self.add("reward_points", environment, agent, "negative", value=max(-reward, 0.0))
-
-
 async def curriculum_numbers(curricula: Mapping[str, TaskStream]) -> Reading:
     solved = {name: one.solved_share() for name, one in curricula.items()}
     return {
-        "groups_again": {name: one.came_again for name, one in curricula.items()},
-        "tasks_passed_over": {name: one.passed_over for name, one in curricula.items()},
-        "tasks_remembered": {name: one.remembered for name, one in curricula.items()},
+        **of_each(
+            curricula,
+            groups_again=lambda one: one.came_again,
+            tasks_passed_over=lambda one: one.passed_over,
+            tasks_remembered=lambda one: one.remembered,
+        ),
         "tasks_solved_share": {name: one for name, one in solved.items() if one is not None},
     }
 
@@ -144,11 +80,14 @@ async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[
         "calls_waiting": gate.waiting,
         "paused": gate.paused,
         "policy_version": version(),
-        "replica_calls": {url: one.in_flight for url, one in replicas.items()},
-        "replica_limit": {url: one.limit for url, one in replicas.items()},
-        "replica_waiting": {url: one.waiting for url, one in replicas.items()},
-        "replica_breaker": {url: _BREAKER[one.state] for url, one in replicas.items()},
-        "replica_version": {url: version_of(one) for url, one in replicas.items()},
+        **of_each(
+            replicas,
+            replica_calls=lambda one: one.in_flight,
+            replica_limit=lambda one: one.limit,
+            replica_waiting=lambda one: one.waiting,
+            replica_breaker=lambda one: _BREAKER[one.state],
+            replica_version=version_of,
+        ),
         "replica_standing": {(url, one.standing): 1.0 for url, one in replicas.items()},
         "engines": {standing: standings[standing] for standing in get_args(Standing)},
     }
@@ -158,28 +97,37 @@ async def parts_numbers(parts: Sequence[RolloutContext]) -> Reading:
     """Returns the numbers of each environment's proxy, workers, sandboxes and services."""
     proxies = {one.environment.name: one.proxy for one in parts}
     pools = {one.environment.name: one.pool.snapshot() for one in parts}
-    outside = {name: one.egress for name, one in proxies.items() if one.egress is not None}
     services: Counter[str] = Counter()
     for proxy in proxies.values():
         services.update(proxy.services.counts())
+    by_kind = of_each(
+        proxies,
+        proxy_refused=lambda proxy: proxy.totals.refused,
+        egress_requests=lambda proxy: {} if proxy.egress is None else proxy.egress.counts,
+    ) | of_each(pools, worker_deaths=lambda pool: pool["deaths"])
     return {
-        "proxy_added_seconds": {name: one.added_seconds for name, one in proxies.items()},
-        "proxy_connections": {name: one.totals.connections for name, one in proxies.items()},
-        "proxy_refused": _by_kind({name: one.totals.refused for name, one in proxies.items()}),
-        "egress_requests": _by_kind({name: one.counts for name, one in outside.items()}),
-        "egress_bytes": {name: one.bytes for name, one in outside.items()},
+        **of_each(
+            proxies,
+            proxy_added_seconds=lambda proxy: proxy.added_seconds,
+            proxy_connections=lambda proxy: proxy.totals.connections,
+            sandboxes=lambda proxy: proxy.open_sandboxes,
+        ),
+        **of_each(
+            pools,
+            workers=lambda pool: pool["processes"],
+            rollouts_running=lambda pool: pool["running"],
+            worker_restarts=lambda pool: pool["restarts"],
+        ),
+        "egress_bytes": {
+            name: one.egress.bytes for name, one in proxies.items() if one.egress is not None
+        },
         "untrained_share": {one.environment.name: one.ceiling.window.share for one in parts},
-        "workers": {name: pool["processes"] for name, pool in pools.items()},
-        "rollouts_running": {name: pool["running"] for name, pool in pools.items()},
-        "worker_restarts": {name: pool["restarts"] for name, pool in pools.items()},
-        "worker_deaths": _by_kind({name: pool["deaths"] for name, pool in pools.items()}),
-        "sandboxes": {name: one.open_sandboxes for name, one in proxies.items()},
         "services": services,
+        **{
+            name: {(one, kind): n for one, kinds in counts.items() for kind, n in kinds.items()}
+            for name, counts in by_kind.items()
+        },
     }
-
-
-def _by_kind(counts: Mapping[str, Mapping[Any, int]]) -> dict[tuple[str, str], int]:
-    return {(name, kind): n for name, by_kind in counts.items() for kind, n in by_kind.items()}
 
 
 class Deliveries:
@@ -202,10 +150,13 @@ class Deliveries:
         counters = dict(await store.counters())
         nacks, set_aside = (_by_reason(counters, event) for event in ("nacked", "set_aside"))
         return {
-            "stored_groups": {name: one.groups for name, one in seen.arrived.items()},
-            "stored_equal_groups": {name: one.equal for name, one in seen.arrived.items()},
-            "stored_tokens": {name: one.tokens for name, one in seen.arrived.items()},
-            "stored_reward": {name: one.rewards for name, one in seen.arrived.items()},
+            **of_each(
+                seen.arrived,
+                stored_groups=lambda one: one.groups,
+                stored_equal_groups=lambda one: one.equal,
+                stored_tokens=lambda one: one.tokens,
+                stored_reward=lambda one: one.rewards,
+            ),
             "deliveries": _tallies(store.tallies),
             "groups": await store.counts(),
             "queue_depth": most(await store.depths()),
@@ -298,24 +249,22 @@ def is_full(reward: float, bounds: RewardRange) -> bool:
 _MOST_FAILED_GROUPS: Final = 1024
 
 
-class Tally:
-    """Counts over the events of a run; an Observer. Rewards are those of delivered groups."""
+class Tally(Meter):
+    """Counts over the events of a run, by environment; an Observer where there is only one. Rewards
+    are those of delivered groups."""
 
     def __init__(self) -> None:
+        super().__init__(
+            *("rollouts", "failed_attempts", "reward_points", "groups_equal", "groups_alike"),
+            *("tokens", "tokens_cost", "groups_delivered", "groups_dropped", "flags"),
+            *("untrained_tokens", "reward", "group_deviation", "rollout_seconds", "rollout_turns"),
+        )
         self.started = time.monotonic()
-        self.groups = 0
-        self.rollouts = 0
         self.rewards = Rewards()
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
         """The latest message of each kind of failure, and of each reason to drop a group."""
         self.latest_failure = ""
         self._failed_groups: dict[str, str] = {}
-        self.lost = 0
-        self.drops: Counter[str] = Counter()
-        self.flags: Counter[str] = Counter()
         self.untrained = Untrained()
         """Tokens of all scored rollouts that flags mask or drop."""
         self.first_groups: list[Group] = []
@@ -325,55 +274,131 @@ class Tally:
         self.sandbox_seconds = 0.0
         self.scoring_seconds = 0.0
 
+    def observer(self, environment: str) -> Observer:
+        self.add("groups_delivered", environment, value=0)
+        return partial(self._observe, environment)
+
     def __call__(self, event: Event) -> None:
+        self._observe("", event)
+
+    def _observe(self, environment: str, event: Event) -> None:
         if isinstance(event, RolloutScored):
-            self.rollouts += 1
-            self.completion_tokens += event.completion_tokens
-            self.flags.update(event.flags)
-            self.untrained = summed((self.untrained, event.untrained))
-            if event.usage is not None:
-                self._add_usage(event.usage)
+            self._scored(environment, event)
         elif isinstance(event, RolloutFailed):
-            self.failures[event.failure.kind] += 1
-            self.last_words[event.failure.kind] = event.failure.message
-            self.latest_failure = event.failure.message
-            self._failed_groups[event.group_id] = event.failure.message
-            if len(self._failed_groups) > _MOST_FAILED_GROUPS:
-                del self._failed_groups[next(iter(self._failed_groups))]
-            self.lost += event.final
+            self._failed(environment, event)
         elif isinstance(event, GroupDropped):
-            self.drops[event.reason] += 1
+            self.add("groups_dropped", environment, event.reason)
+            self.add("groups_equal", environment, value=event.reason == "zero_variance")
+            for what in event.alike:
+                self.add("groups_alike", environment, what)
             if not event.failed:  # else its failed attempts say why
                 self.last_words[event.reason] = event.message
-        elif isinstance(event, GroupDelivered):
-            self._add_group(event.group)
+        else:
+            self._delivered(environment, event.group)
+
+    def _scored(self, environment: str, event: RolloutScored) -> None:
+        end = f"limit_{event.limit}" if event.limit else "scored"
+        self.add("rollouts", environment, end if event.scorable else "unscorable")
+        self.add("tokens", environment, "prompt", value=event.prompt_tokens)
+        self.add("tokens", environment, "completion", value=event.completion_tokens)
+        self.add("rollout_seconds", environment, value=event.seconds)
+        self.add("rollout_turns", environment, value=event.turns)
+        for flag in event.flags:
+            self.add("flags", flag)
+        for flag, count in event.untrained.by_flag.items():
+            self.add("untrained_tokens", environment, flag, value=count)
+        self.untrained = summed((self.untrained, event.untrained))
+        if (usage := event.usage) is None:
+            return
+        if usage.cost is not None and usage.cost.models:
+            cost = msgspec.structs.replace(usage.cost, judge=None)
+            self.add("tokens_cost", environment, cost.currency, value=sum(cost.models.values()))
+            self.cost = cost if self.cost is None else added((self.cost, cost))
+        self.scoring_seconds += usage.scoring_seconds
+        self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
+
+    def _failed(self, environment: str, event: RolloutFailed) -> None:
+        kind, message = event.failure.kind, event.failure.message
+        self.add("failed_attempts", environment, kind)
+        if event.final:
+            self.add("rollouts", environment, "stale" if kind == "stale" else "lost")
+        self.last_words[kind] = self.latest_failure = message
+        self._failed_groups[event.group_id] = message
+        if len(self._failed_groups) > _MOST_FAILED_GROUPS:
+            del self._failed_groups[next(iter(self._failed_groups))]
+
+    def _delivered(self, environment: str, group: Group) -> None:
+        self.add("groups_delivered", environment)
+        for what in alike(group):
+            self.add("groups_alike", environment, what)
+        for trajectory in group.trajectories:
+            self._rewarded(environment, trajectory.score)
+        rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+        if len(rewards) > 1:
+            self.add("group_deviation", environment, value=pstdev(rewards))
+            self.add("groups_equal", environment, value=all_equal(group.trajectories))
+        self.latest_group = group
+        self.rewards.add_group(group)
+        if len(self.first_groups) < GROUPS_SHOWN:
+            self.first_groups.append(group)
+
+    def _rewarded(self, environment: str, score: Score) -> None:
+        """A score can name declared agents only."""
+        if score.reward is None:
+            return
+        for agent, reward in (score.rewards or {"": score.reward}).items():
+            self.add("reward", environment, agent, value=reward)
+            self.add("reward_points", environment, agent, "positive", value=max(reward, 0.0))
+            self.add("reward_points", environment, agent, "negative", value=max(-reward, 0.0))
+
+    def _counted(self, name: str) -> Counter[str]:
+        """Returns the counts of all environments by the last label."""
+        counts: Counter[str] = Counter()
+        for labels, count in self.counts(name).items():
+            counts[labels[-1]] += int(count)
+        return counts
+
+    @property
+    def groups(self) -> int:
+        return self._counted("groups_delivered").total()
+
+    @property
+    def rollouts(self) -> int:
+        return self._counted("rollouts").total() - self.lost
+
+    @property
+    def lost(self) -> int:
+        ends = self._counted("rollouts")
+        return ends["lost"] + ends["stale"]
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._counted("tokens")["completion"]
+
+    @property
+    def failures(self) -> Counter[str]:
+        return self._counted("failed_attempts")
+
+    @property
+    def drops(self) -> Counter[str]:
+        return self._counted("groups_dropped")
+
+    @property
+    def flags(self) -> Counter[str]:
+        return self._counted("flags")
 
     def failure_of(self, group_id: str) -> str:
         return self._failed_groups.get(group_id, "")
 
-    def _add_usage(self, usage: Usage) -> None:
-        if usage.cost is not None and usage.cost.models:
-            cost = msgspec.structs.replace(usage.cost, judge=None)
-            self.cost = cost if self.cost is None else added((self.cost, cost))
-        self.prompt_tokens += usage.prompt_tokens
-        self.scoring_seconds += usage.scoring_seconds
-        self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
-
     def costs_line(self) -> str:
-        parts = [f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens"]
+        prompt_tokens = self._counted("tokens")["prompt"]
+        parts = [f"{prompt_tokens:,} + {self.completion_tokens:,} tokens"]
         if self.sandbox_seconds:
             parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")
         parts.append(f"{self.scoring_seconds:.1f} s of scoring")
         if self.cost is not None:
             parts.append(f"{self.cost.total:.4f} {self.cost.currency}")
         return f"Took: {', '.join(parts)}"
-
-    def _add_group(self, group: Group) -> None:
-        self.groups += 1
-        self.latest_group = group
-        self.rewards.add_group(group)
-        if len(self.first_groups) < GROUPS_SHOWN:
-            self.first_groups.append(group)
 
     @property
     def seconds(self) -> float:

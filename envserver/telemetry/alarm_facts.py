@@ -197,7 +197,7 @@ class Situation(msgspec.Struct, frozen=True):
     rule: str = ""
     environment: str | None = None
 
-    def asked(self, rule: str, environment: str | None) -> Situation:
+    def for_rule(self, rule: str, environment: str | None) -> Situation:
         curves = self.whole if environment is None else self.whole.of(environment)
         return msgspec.structs.replace(self, rule=rule, environment=environment, curves=curves)
 

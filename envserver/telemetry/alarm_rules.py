@@ -68,7 +68,7 @@ class Rule(msgspec.Struct, frozen=True):
     def __call__(self, at: Situation) -> Iterator[Alarm]:
         environments = at.whole.values_of(self.each, "environment") if self.each else [None]
         for environment in environments:
-            yield from self.find(at.asked(self.name, environment))
+            yield from self.find(at.for_rule(self.name, environment))
 
 
 RULES: Final[list[Rule]] = []
@@ -178,7 +178,7 @@ def workers_die(at: Situation) -> Iterator[Alarm]:
 def rollouts_cut(at: Situation) -> Iterator[Alarm]:
     everything = cut = 0.0
     for environment in at.whole.values_of("rollouts", "environment"):
-        of = at.asked(at.rule, environment)
+        of = at.for_rule(at.rule, environment)
         ends = of.grown_by("rollouts", "end", without=_NOT_ENDED)
         ended = sum(ends.values())
         everything += ended
@@ -261,16 +261,16 @@ def engines_unused(at: Situation) -> Iterator[Alarm]:
     if not curves.values_of("engines", "standing"):
         return
     counts = {one: curves.level("engines", standing=one) for one in (*_USED, *_UNUSED)}
-    said = ", ".join(f"{counts[one][-1]:g} {one}" for one in _UNUSED if counts[one][-1])
+    listed = ", ".join(f"{counts[one][-1]:g} {one}" for one in _UNUSED if counts[one][-1])
     none = ~np.any([counts[one] > 0 for one in _USED], axis=0)
     seconds = curves.seconds_since(none)
     if none[-1] and seconds >= _NO_ENGINE_SECONDS:
-        text = f"Calls wait, since no engine can be used: {said or 'none is registered'}."
+        text = f"Calls wait, since no engine can be used: {listed or 'none is registered'}."
         yield at.alarm("critical", text, "#/engines", held=seconds)
         return
     seconds = curves.seconds_since(np.any([counts[one] > 0 for one in _UNUSED], axis=0))
-    if said and seconds >= 60 * at.config.unused_engine_minutes:
-        text = f"Engines have got no calls for {duration(seconds)}: {said}."
+    if listed and seconds >= 60 * at.config.unused_engine_minutes:
+        text = f"Engines have got no calls for {duration(seconds)}: {listed}."
         yield at.alarm("warning", text, "#/engines", held=seconds)
 
 
@@ -444,7 +444,7 @@ def equal_rewards(at: Situation) -> Iterator[Alarm]:
     """Rewards that are always at a bound have an alarm of their own."""
     share, groups = _share_of_groups(at, at.grown("groups_equal"))
     if share < at.bound(at.config.equal_share) or any(
-        [*reward_always(at.asked(f"reward_always_{bound}", at.environment))]
+        [*reward_always(at.for_rule(f"reward_always_{bound}", at.environment))]
         for bound in ("lowest", "highest")
     ):
         return

@@ -61,7 +61,13 @@ class Run:
             assert not (quiet and sentences), sentences
         return sentences
 
-    def group(self, rewards: list[float], tokens: float = 800, environment: str = "code") -> None:
+    def group(
+        self,
+        rewards: list[float],
+        tokens: float = 800,
+        environment: str = "code",
+        agent: str = "",
+    ) -> None:
         """Counts a group as the server does."""
         of = {"environment": environment}
         for _ in rewards:
@@ -76,8 +82,8 @@ class Run:
                 self.add("groups_alike_total", alike=("lowest", "highest")[int(rewards[0])], **of)
             return
         self.add("groups_delivered_total", **of)
-        self.add("reward_sum", sum(rewards), agent="", **of)
-        self.add("reward_count", len(rewards), agent="", **of)
+        self.add("reward_sum", sum(rewards), agent=agent, **of)
+        self.add("reward_count", len(rewards), agent=agent, **of)
 
 
 def _name(name: str, labels: dict[str, str]) -> Name:
@@ -134,6 +140,49 @@ async def test_answers_that_grow_for_nothing_are_told_and_those_that_pay_are_not
     assert paid.watch.book.active == []
     (alarm,) = unpaid.watch.book.active
     assert alarm.text.startswith("The answers of code grow longer, from 502 to 1,")
+
+
+@pytest.mark.parametrize(("agent", "whose"), [("", "code"), ("solver", "code (solver)")])
+async def test_a_reward_that_falls_is_told_until_it_is_good_again(agent: str, whose: str) -> None:
+    run, said = Run(), []
+    for version, solved, groups in ((6, 7, 60), (7, 1, 25), (8, 7, 30)):
+        run.set("policy_version", version)
+        for _ in range(groups):
+            run.group([1.0] * solved + [0.0] * (8 - solved), agent=agent)
+            said.append((await run.step()).get("reward_fell", ""))
+    assert not any(said[:60])
+    assert said[84] == f"The reward of {whose} fell from 0.88 to 0.12 since version 7."
+    assert not said[-1]
+
+
+RECENTLY = "in the last 20 seconds"
+STALE = f"were dropped as stale {RECENTLY}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "labels", "sentence"),
+    [
+        ("rollouts_total", 30, {"end": "limit_turns"},
+         f"50 % of the rollouts of code (30 of 60 {RECENTLY}) end at a limit, most at the limit of "
+         "turns (env.max_turns)."),
+        ("flags_total", 15, {"flag": "truncated_length"},
+         f"50 % of the rollouts (15 of 30 {RECENTLY}) have an answer that is cut off at its limit "
+         "of tokens (sampling.max_tokens)."),
+        ("groups_dropped_total", 30, {"reason": "stale"},
+         f"30 groups of 60 {STALE}: rollouts take too long for the trainer's versions."),
+        ("store_events_total", 20, {"event": "stale_dropped"},
+         f"20 groups of 30 {STALE}: the trainer takes them too slowly."),
+    ],
+)  # fmt: skip
+async def test_what_is_cut_or_stale_is_told(
+    name: str, value: float, labels: dict[str, str], sentence: str
+) -> None:
+    run = Run()
+    await run.step()
+    run.add("rollouts_total", 30, end="scored", environment="code")
+    run.add("groups_delivered_total", 30, environment="code")
+    run.add(name, value, environment="code", **labels)
+    assert [*(await run.steps(2)).values()] == [sentence]
 
 
 async def test_what_needs_facts_is_told() -> None:

@@ -18,7 +18,7 @@ from support.waiting import PATIENCE, until
 import envserver
 from envserver import ConfigError
 from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
-from envserver.running.metrics import Deliveries, RolloutNumbers
+from envserver.running.metrics import Deliveries, Tally
 from envserver.running.tracking import TrackedNumbers, without_secrets
 from envserver.store import open_store
 from envserver.telemetry.history import Name, numbers_of
@@ -41,7 +41,7 @@ OF_MATH = (("environment", "math"),)
 
 
 async def test_spread_and_equal_groups_are_counted_delivered_or_not() -> None:
-    numbers = RolloutNumbers()
+    numbers = Tally()
     observe = numbers.observer("math")
     for number, rewards in enumerate([(0.0, 1.0), (0.5, 0.5)]):
         group = native_group(f"g{number}")

@@ -43,7 +43,7 @@ from envserver.telemetry.process import TICK_SECONDS, LoopLag
 from envserver.telemetry.redaction import STRUCK, redacted
 from envserver.telemetry.tracing import (
     MOST_CHARACTERS,
-    NO_SPAN,
+    Span,
     inputs,
     outputs,
     tool_texts,
@@ -336,12 +336,8 @@ def test_all_log_lines_are_bounded_and_have_one_form_ids_and_no_secrets(form: st
         assert told.count("rollout_id=rollout-7") == 4
 
 
-class _Spanned:
+class _Spanned(Span):
     traceparent = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-
-    child = NO_SPAN.child
-    note = NO_SPAN.note
-    past = NO_SPAN.past
 
 
 async def test_the_engine_gets_the_trace_of_a_call_and_is_measured() -> None:
