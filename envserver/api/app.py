@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,9 +36,9 @@ from ..http.transfer import CompressedAnswers, DirectPosts, Endpoint, RequestBod
 from ..proxy.gate import Gate
 from ..rollouts.policy import Bounds
 from ..runners.registry import (
-    RunnerMetrics,
     RunnerRegistry,
     runner_beats,
+    runner_numbers,
     runner_posts,
     runner_routes,
 )
@@ -245,7 +246,7 @@ def create_api(
     if metrics is not None:
         alarms = alarms or AlarmWatch(AlarmsConfig())
         alarms.book.listeners.append(live.alarmed)
-        metrics.add(alarms.families)
+        metrics.add(alarms.read)
         recorder = Recorder(metrics, store, then=alarms.check, tell=live.sampled)
     follower = Follower(live, store)
     engines = EngineBook(fleet, store) if fleet is not None else None
@@ -314,7 +315,7 @@ def create_api(
 
         mount_openenv(app, episodes, settings.openenv_idle_seconds)
     if metrics is not None:
-        metrics.add(RunnerMetrics(runners).families)
+        metrics.add(partial(runner_numbers, runners))
         routers.append(metric_routes(metrics))
     if pausing is not None:
         routers.append(weight_routes(pausing, policy, evaluations))

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.errors import EnvserverError
 from fastapi import FastAPI
-from prometheus_client.core import Metric
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from structlog.contextvars import bind_contextvars
@@ -23,7 +21,7 @@ from ..http.answers import answer_to, error_answer
 from ..http.health import Health, health_routes
 from ..http.requests import SERVER_ENDS
 from ..http.server import Lifespan
-from ..telemetry.numbers import gauge, single
+from ..telemetry.measures import Reading
 
 if TYPE_CHECKING:
     from ..store.leadership import Leadership
@@ -216,10 +214,6 @@ def role(leadership: Leadership) -> dict[str, object]:
     return {"role": "follower", "leader": None if leader is None else leader.url}
 
 
-async def leads_metric(leadership: Leadership) -> Iterable[Metric]:
-    words = "1 if this server leads those that share its store, 0 if it follows"
-    found = [gauge("envserver_leader", words, (), single(leadership.leads))]
-    if leadership.leads:
-        count = single(len(leadership.followers))
-        found.append(gauge("envserver_followers", "Servers that follow this one", (), count))
-    return found
+async def leads_metric(leadership: Leadership) -> Reading:
+    followers = {"followers": len(leadership.followers)} if leadership.leads else {}
+    return {"leader": leadership.leads, **followers}

@@ -8,13 +8,11 @@ Both need a token of the role `environment`; without a tokens file only this mac
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
 import msgspec
 from fastapi import FastAPI
-from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -25,7 +23,7 @@ from ..http.middleware import Access, KnownNames, Strangers
 from ..sandbox.machine import SandboxMachine
 from ..sandbox.machine_messages import PATH, Load
 from ..settings.server import ServerConfig
-from ..telemetry.numbers import by_key, counter, gauge, single
+from ..telemetry.measures import Reading
 from ..version import __version__
 
 RULES: Final = (
@@ -63,7 +61,7 @@ def create_sandbox_api(
         await link.close()
 
     app.include_router(health_routes(health))
-    metrics.add(partial(_families, machine))
+    metrics.add(partial(_numbers, machine))
     app.include_router(metric_routes(metrics))
     if settings.tokens_file is None:
         app.add_middleware(KnownNames, names=settings.allowed_hosts)
@@ -102,18 +100,15 @@ class _ServerLink:
             return
 
 
-async def _families(machine: SandboxMachine) -> Iterable[Metric]:
+async def _numbers(machine: SandboxMachine) -> Reading:
     load: Load = machine.load
-    programs = "envserver_sandbox_programs"
-    return [
-        gauge("envserver_sandboxes_open", "Open sandboxes", (), single(load.open)),
-        gauge("envserver_sandboxes_waiting", "Requests for one", (), single(load.waiting)),
-        gauge("envserver_sandboxes_limit", "Maximum sandboxes", (), single(load.sandboxes)),
-        gauge(f"{programs}_running", "Programs that run", (), single(load.running)),
-        gauge(f"{programs}_queued", "Programs that wait for room", (), single(load.queued)),
-        gauge(f"{programs}_limit", "Maximum programs at a time", (), single(load.room)),
-        counter(programs, "Programs by how they ended", ("end",), by_key(machine.ended)),
-        counter(
-            f"{programs}_cpu_seconds", "CPU seconds of programs", (), single(machine.cpu_seconds)
-        ),
-    ]
+    return {
+        "sandboxes_open": load.open,
+        "sandboxes_waiting": load.waiting,
+        "sandboxes_limit": load.sandboxes,
+        "sandbox_programs_running": load.running,
+        "sandbox_programs_queued": load.queued,
+        "sandbox_programs_limit": load.room,
+        "sandbox_programs": machine.ended,
+        "sandbox_programs_cpu_seconds": machine.cpu_seconds,
+    }

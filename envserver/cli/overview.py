@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import httpx
 import numpy as np
@@ -23,6 +23,7 @@ from ..telemetry.alarm_facts import Curves
 from ..telemetry.history import Name, Numbers, Row
 from .console import Console
 
+T = TypeVar("T")
 WINDOW: Final = 60.0
 """Seconds of a rate."""
 _MOST_ROWS: Final = 50
@@ -38,7 +39,7 @@ class Overview:
         end, self._now = rows[-1]
         # A row that is taken every minute is a little older than a minute.
         start, before = next(row for row in rows if row[0] >= end - 1.1 * WINDOW)
-        self.seconds = end - start
+        self._minutes = (end - start) / 60
         columns = {name: np.array([before.get(name, 0.0), self._now[name]]) for name in self._now}
         self._curves = Curves(np.array([start, end]), columns)
         self._sum = self._curves.now
@@ -50,10 +51,10 @@ class Overview:
 
     def headline(self) -> str:
         version = self._now.get(Name("envserver_policy_version", ()), -1)
-        groups = self._rate("envserver_groups_delivered_total") * 60
-        waiting = self._sum("envserver_groups", state="queued")
-        leased = self._sum("envserver_groups", state="leased")
-        tokens = self._rate("envserver_tokens_total", kind="completion")
+        groups = self._per_minute("groups_delivered")
+        waiting = self._sum("groups", state="queued")
+        leased = self._sum("groups", state="leased")
+        tokens = self._per_minute("tokens", kind="completion") / 60
         policy = "no policy version yet" if version < 0 else f"policy version {version:g}"
         followers = self._now.get(Name("envserver_followers", ()))
         servers = "" if followers is None else f" · leads {followers:g} servers"
@@ -69,23 +70,22 @@ class Overview:
         return " · ".join([self.headline(), *rewards, *self._troubles()])
 
     def _environments(self) -> Table:
-        table = _table("environment", "agent", "reward", "groups/min", "rollouts/min", "lost")
-        table.add_column("running", justify="right")
-        table.add_column("dropped", justify="right")
+        titles = "environment", "agent", "reward", "groups/min", "rollouts/min", "lost"
+        table = _table(*titles, "running", "dropped")
         agents = self._agents()
         for environment, agent in agents[:_MOST_ROWS]:
             of = {"environment": environment}
-            ended = self._rate("envserver_rollouts_total", **of) * 60
-            lost = self._rate("envserver_rollouts_total", end="lost", **of) * 60
+            ended = self._per_minute("rollouts", **of)
+            lost = self._per_minute("rollouts", end="lost", **of)
             table.add_row(
                 escape(_plain(environment)),
                 escape(_plain(agent)),
                 _reward(self._mean(environment, agent)),
-                f"{self._rate('envserver_groups_delivered_total', **of) * 60:.1f}",
+                f"{self._per_minute('groups_delivered', **of):.1f}",
                 f"{ended:.1f}",
                 f"{lost / ended:.1%}" if lost else "",
-                f"{self._sum('envserver_rollouts_running', **of):g}",
-                f"{self._sum('envserver_groups_dropped_total', **of):g}",
+                f"{self._sum('rollouts_running', **of):g}",
+                f"{self._sum('groups_dropped', **of):g}",
             )
         if len(agents) > _MOST_ROWS:
             table.add_row(f"and {len(agents) - _MOST_ROWS} more")
@@ -93,15 +93,15 @@ class Overview:
 
     def _trainers(self) -> Table:
         table = _table("run", "waiting or leased")
-        for name, value in self._values("envserver_queue_depth", "run"):
+        for name, value in self._values("queue_depth", "run"):
             table.add_row(escape(_plain(name)), f"{value:g}")
         return table
 
     def _engines(self) -> Table:
         table = _table("replica", "calls", "at most", "waiting", "")
-        for name, calls in self._values("envserver_replica_calls", "replica"):
+        for name, calls in self._values("replica_calls", "replica"):
             limit, waiting, breaker = (
-                self._sum(f"envserver_replica_{what}", replica=name)
+                self._sum(f"replica_{what}", replica=name)
                 for what in ("limit", "waiting", "breaker")
             )
             state = _BREAKER.get(int(breaker), "") or self._standing(name)
@@ -109,57 +109,53 @@ class Overview:
         return table
 
     def _standing(self, replica: str) -> str:
-        standings = self._values("envserver_replica_standing", "standing", replica=replica)
+        standings = self._values("replica_standing", "standing", replica=replica)
         standing = next((name for name, value in standings if value and name != "used"), "")
-        version = self._sum("envserver_replica_version", replica=replica)
-        return (
-            f"old weights (v{version:g})"
-            if standing == "old" and version >= 0
-            else _plain(standing)
-        )
+        version = self._sum("replica_version", replica=replica)
+        is_known = standing == "old" and version >= 0
+        return f"old weights (v{version:g})" if is_known else _plain(standing)
 
     def _failures(self) -> Table:
         table = _table("failed attempts", "per minute", "all")
-        for kind, count in self._values("envserver_failed_attempts_total", "kind"):
-            rate = self._rate("envserver_failed_attempts_total", kind=kind) * 60
+        for kind, count in self._values("failed_attempts", "kind"):
             if count:
+                rate = self._per_minute("failed_attempts", kind=kind)
                 table.add_row(escape(_plain(kind)), f"{rate:.1f}", f"{count:g}")
         return table
 
     def _troubles(self) -> Iterator[str]:
         yield from self._alarms
-        for part, ready in self._values("envserver_part_ready", "part"):
+        for part, ready in self._values("part_ready", "part"):
             if not ready:
                 yield f"{part} does not work"
-        if self._sum("envserver_paused"):
+        if self._sum("paused"):
             yield "model calls are paused"
 
     def _agents(self) -> list[tuple[str, str]]:
         values = self._curves.values_of
-        names = ("envserver_rollouts_running", "envserver_rollouts_total")
+        names = ("rollouts_running", "rollouts")
         environments = {one for name in names for one in values(name, "environment")}
         return sorted(
             (one, agent)
             for one in environments
-            for agent in values("envserver_reward_count", "agent", environment=one) or [""]
+            for agent in values("reward", "agent", environment=one) or [""]
         )
 
     def _mean(self, environment: str, agent: str) -> float | None:
         """The mean reward in the window; of all groups where the window has none."""
         labels = {"environment": environment, "agent": agent}
-        names = ("envserver_reward_sum", "envserver_reward_count")
-        rewards, count = (grown[-1] for grown in self._curves.sums(*names, **labels))
+        rewards, count = (grown[-1] for grown in self._curves.sums("reward", **labels))
         if not count:
-            rewards, count = (self._sum(name, **labels) for name in names)
+            rewards, count = (levels[-1] for levels in self._curves.levels("reward", **labels))
         return rewards / count if count else None
 
     def _values(self, name: str, label: str, **of: str) -> list[tuple[str, float]]:
         values = self._curves.values_of(name, label, **of)
         return [(one, self._sum(name, **{label: one}, **of)) for one in values]
 
-    def _rate(self, name: str, **labels: str) -> float:
+    def _per_minute(self, name: str, **labels: str) -> float:
         grown = float(self._curves.growth(name, **labels)[-1])
-        return grown / self.seconds if self.seconds else 0.0
+        return grown / self._minutes if self._minutes else 0.0
 
 
 def _plain(text: str) -> str:
@@ -192,29 +188,26 @@ async def shown(
     rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
     live = Live(console=console, auto_refresh=False, transient=True)
 
-    async def look() -> list[Row]:
+    async def look() -> None:
         with suppress(StoreError):  # the log has it; the tables show the last numbers
             rows.append((time.monotonic(), await numbers()))
-        return [*rows] or [(0.0, {})]
 
-    def draw(seen: list[Row], wrong: list[str]) -> RenderableType:
-        return Overview(seen, wrong).tables()
-
-    def tell(seen: list[Row], wrong: list[str]) -> str:
-        return Overview(seen, wrong).line()
+    async def drawn(draw: Callable[[Overview], T]) -> T:
+        """Of many environments, this takes long: not on the event loop."""
+        await look()
+        seen, texts = [*rows] or [(0.0, {})], alarms()
+        return await asyncio.to_thread(lambda: draw(Overview(seen, texts)))
 
     async def tables() -> None:
         while True:
-            # Of many environments, this takes long: not on the event loop.
-            made = await asyncio.to_thread(draw, await look(), alarms())
-            live.update(made, refresh=True)
+            live.update(await drawn(Overview.tables), refresh=True)
             await asyncio.sleep(_TABLE_SECONDS)
 
     async def lines() -> None:
         while True:
             await look()
             await asyncio.sleep(_LINE_SECONDS)
-            console.say(await asyncio.to_thread(tell, await look(), alarms()))
+            console.say(await drawn(Overview.line))
 
     task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
     if console.is_terminal:
@@ -256,14 +249,12 @@ def _rows(http: httpx.Client, url: str) -> list[Row]:
             hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
         )
     found = answer.json()
-    names = [
-        (Name(one["name"], tuple(sorted(one["labels"].items()))), one["values"])
-        for one in found["series"]
-    ]
-    rows: list[Row] = [
-        (at, {name: values[place] for name, values in names if values[place] is not None})
-        for place, at in enumerate(found["times"])
-    ]
+    rows: list[tuple[float, dict[Name, float]]] = [(at, {}) for at in found["times"]]
+    for one in found["series"]:
+        name = Name.of(one["name"], one["labels"])
+        for (_, numbers), value in zip(rows, one["values"], strict=True):
+            if value is not None:
+                numbers[name] = value
     if not rows:
         raise ConflictError(f"{url} has no numbers of the last minute yet.", hint="Ask again.")
-    return rows
+    return [*rows]

@@ -9,22 +9,29 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Final, Literal
+from collections.abc import Awaitable, Callable
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any, Final, Literal, cast
 
 import msgspec
 import structlog
 from envserver_records.errors import EnvserverError, StoreFull
 from fastapi import APIRouter
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import Metric
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..models.engine import Engine
 from ..store import Store
-from ..telemetry.numbers import SECONDS, Counts, Labelled, counter, gauge, histogram, info, single
-from ..telemetry.process import LoopLag, Resources
+from ..telemetry.measures import Meter, Reading, families
+from ..telemetry.process import LoopLag, resource_numbers
 from ..version import __version__
 from .answers import error_answer, json_answer
 
@@ -115,11 +122,11 @@ class Health:
 
     def missing(self) -> str:
         """Describes which parts are not ready, and why; "" if all are ready."""
-        words = []
-        for name, part in self.parts.items():
-            if part.state not in _WORKING:
-                words.append(f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}")
-        return "; ".join(words)
+        return "; ".join(
+            f"{name} is {part.state}{f' ({part.reason})' if part.reason else ''}"
+            for name, part in self.parts.items()
+            if part.state not in _WORKING
+        )
 
     async def _ask_all(self) -> None:
         await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))
@@ -215,79 +222,47 @@ def health_routes(health: Health) -> APIRouter:
 # Each part of the server adds a source of metrics; all sources are read on each request. Requests
 # are counted by route template, so that ids in paths do not become labels.
 
-Source = Callable[[], Awaitable[Iterable[Metric]]]
-"""Returns current metrics; runs on the event loop, so it must be fast."""
+Source = Callable[[], Awaitable[Reading]]
+"""Returns current numbers; runs on the event loop, so it must be fast."""
 
 _METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
-class Requests:
-    def __init__(self) -> None:
-        self.counts = Counts()
-        self.seconds = Labelled(SECONDS)
-
-    async def families(self) -> Iterable[Metric]:
-        labels = ("method", "route", "status")
-        requests = counter(
-            "envserver_http_requests", "Requests answered, by route", labels, self.counts
-        )
-        seconds = histogram(
-            "envserver_http_request_seconds",
-            "Seconds from request to end of response, long polls included",
-            ("route",),
-            self.seconds,
-        )
-        return [requests, seconds]
-
-
 class Metrics:
-    def __init__(self) -> None:
-        self.requests = Requests()
-        self._sources: list[Source] = [_build, Resources().families, self.requests.families]
+    """`requests`: counted by `CountedRequests`."""
 
-    def add(self, source: Source) -> None:
-        self._sources.append(source)
+    def __init__(self) -> None:
+        self.requests = Meter("http_requests", "http_request_seconds")
+        self._process = ProcessCollector(registry=None)
+        self._sources: list[Source] = [_build, resource_numbers, self.requests.read]
+
+    def add(self, *sources: Source) -> None:
+        self._sources += sources
 
     def watch(self, lag: LoopLag, health: Health) -> None:
-        async def families() -> Iterable[Metric]:
-            ready = [((name,), float(one.state == "ready")) for name, one in health.parts.items()]
-            return [
-                histogram(
-                    "envserver_loop_lag_seconds",
-                    "Delay of a task that wakes every 50 ms",
-                    (),
-                    [((), lag.seconds)],
-                ),
-                gauge(
-                    "envserver_loop_lag_p99_seconds",
-                    "99th percentile of the delay over the last minute",
-                    (),
-                    single(lag.p99_seconds()),
-                ),
-                gauge("envserver_ready", "1 while every part works", (), single(health.ready)),
-                gauge("envserver_part_ready", "1 while it is, as last seen", ("part",), ready),
-            ]
+        async def read() -> Reading:
+            return {
+                "loop_lag_seconds": lag.seconds,
+                "loop_lag_p99_seconds": lag.p99_seconds(),
+                "ready": health.ready,
+                "part_ready": {name: one.state == "ready" for name, one in health.parts.items()},
+            }
 
-        self.add(families)
+        self.add(read)
 
     async def families(self) -> list[Metric]:
-        return [family for source in self._sources for family in await source()]
+        readings = [await source() for source in self._sources]
+        process = await asyncio.to_thread(self._process.collect)
+        return [*process, *chain.from_iterable(map(families, readings))]
 
     async def text(self) -> bytes:
-        return await asyncio.to_thread(generate_latest, _Read(await self.families()))
+        collected = await self.families()
+        registry = cast(CollectorRegistry, SimpleNamespace(collect=lambda: collected))
+        return await asyncio.to_thread(generate_latest, registry)
 
 
-class _Read:
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-async def _build() -> Iterable[Metric]:
-    facts = {"version": __version__, "python": platform.python_version()}
-    return [info("envserver_build", "Version and build of this server", facts)]
+async def _build() -> Reading:
+    return {"build_info": {(__version__, platform.python_version()): 1.0}}
 
 
 def metric_routes(metrics: Metrics) -> APIRouter:
@@ -302,7 +277,7 @@ def metric_routes(metrics: Metrics) -> APIRouter:
 
 
 class CountedRequests:
-    def __init__(self, app: ASGIApp, requests: Requests) -> None:
+    def __init__(self, app: ASGIApp, requests: Meter) -> None:
         self._app = app
         self._requests = requests
 
@@ -324,6 +299,6 @@ class CountedRequests:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            answered = str(status) if status else "none"
-            self._requests.counts.add((method, route, answered))
-            self._requests.seconds.add((route,), time.perf_counter() - started)
+            self._requests.add("http_requests", method, route, str(status or "none"))
+            seconds = time.perf_counter() - started
+            self._requests.add("http_request_seconds", route, value=seconds)

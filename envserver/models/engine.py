@@ -188,13 +188,13 @@ class MeasuredEngine:
 
     def _with_counts(self, replica: ReplicaHealth) -> ReplicaHealth:
         together = Distribution(SECONDS)
-        for _, seconds in self.seconds:
+        for seconds in self.seconds.values():
             together.counts = [a + b for a, b in zip(together.counts, seconds.counts, strict=True)]
         return msgspec.structs.replace(
             replica,
             in_flight=replica.in_flight or self.in_flight,
             calls=together.count,
-            errors=int(sum(count for _, count in self.errors)),
+            errors=int(sum(self.errors.values())),
             seconds_p50=together.quantile(0.5),
             seconds_p95=together.quantile(0.95),
         )

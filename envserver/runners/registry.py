@@ -21,7 +21,7 @@ import hmac
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from operator import attrgetter
 from typing import Annotated, Any, Final
@@ -31,7 +31,6 @@ import msgspec
 import structlog
 from envserver_records.errors import ConflictError, InputError, NotFoundError, UsageError
 from fastapi import APIRouter, Query
-from prometheus_client.core import Metric
 from pydantic import BaseModel, StringConstraints
 from starlette.requests import Request
 from starlette.responses import Response
@@ -45,7 +44,7 @@ from ..rollouts.stream import again_prefix, stream_prefix
 from ..store import Store
 from ..store.demand import Demand
 from ..store.groups import EncodedPut
-from ..telemetry.numbers import gauge
+from ..telemetry.measures import Reading
 from .messages import (
     ENGINES,
     GROUP_LIST_MSGPACK,
@@ -322,45 +321,23 @@ def count_runners(environments: RunnerRegistry) -> dict[str, int]:
     return {name: counted[name] for name in ("present", "silent", "gone")}
 
 
-class RunnerMetrics:
-    """Metrics of all runners, labelled by environment; runner names would give unbounded labels."""
-
-    def __init__(self, environments: RunnerRegistry) -> None:
-        self._environments = environments
-
-    async def families(self) -> Iterable[Metric]:
-        how_many: Counter[tuple[str, ...]] = Counter()
-        is_open: Counter[tuple[str, ...]] = Counter()
-        capacity: Counter[tuple[str, ...]] = Counter()
-        table, news = self._environments.table, self._environments.news
-        for runner in table.known.values():
-            how_many[(runner.env, table.presence(runner))] += 1
-            now = table.status(runner)
-            is_open[(runner.env,)] += now.open
-            capacity[(runner.env,)] += now.beat.capacity if table.is_present(runner) else 0
-        wanted = {(env,): news.shared.wanted(env) for (env,) in is_open}
-        of = ("environment",)
-        return [
-            gauge(
-                "envserver_joined_environments",
-                "Environments on other machines: present, silent, gone",
-                (*of, "standing"),
-                how_many.items(),
-            ),
-            gauge("envserver_joined_open_groups", "Groups they make", of, is_open.items()),
-            gauge(
-                "envserver_joined_capacity_groups",
-                "Groups that those present could make at a time",
-                of,
-                capacity.items(),
-            ),
-            gauge(
-                "envserver_joined_wanted_groups",
-                "Groups that trainers would have them make at a time; scale runners by it",
-                of,
-                wanted.items(),
-            ),
-        ]
+async def runner_numbers(environments: RunnerRegistry) -> Reading:
+    """Returns the numbers of all runners by environment: their names would be unbounded labels."""
+    how_many: Counter[tuple[str, str]] = Counter()
+    is_open: Counter[str] = Counter()
+    capacity: Counter[str] = Counter()
+    table, news = environments.table, environments.news
+    for runner in table.known.values():
+        how_many[runner.env, table.presence(runner)] += 1
+        now = table.status(runner)
+        is_open[runner.env] += now.open
+        capacity[runner.env] += now.beat.capacity if table.is_present(runner) else 0
+    return {
+        "joined_environments": how_many,
+        "joined_open_groups": is_open,
+        "joined_capacity_groups": capacity,
+        "joined_wanted_groups": {env: news.shared.wanted(env) for env in is_open},
+    }
 
 
 Addition = Annotated[str, StringConstraints(max_length=64)]

@@ -43,7 +43,7 @@ async def api_server(settings: RunApiSettings) -> AsyncIterator[ApiServer]:
         watch = AlarmWatch(
             settings.alarms, partial(server.alarm_facts, delivery.demand, settings.store)
         )
-        server.metrics.add(Deliveries(server.store, lambda: delivery.version).families)
+        server.metrics.add(Deliveries(server.store, lambda: delivery.version).read)
         api = create_api(
             server.store,
             settings=settings.server,

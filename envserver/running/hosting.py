@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
 from envserver_records.errors import Stale, Straggler
-from prometheus_client.core import Metric
 
 from ..http.health import Health, engine_probe
 from ..models.engine import PlayedEngine
@@ -26,21 +25,20 @@ from ..runners.news import LocalEnvironmentSink
 from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, Store
 from ..store.demand import StoreOrderSink
-from ..telemetry.numbers import by_key, counter, gauge, level, of_each
+from ..telemetry.measures import Reading, of_each
 from ..trainers.live import EngineSource, FailureLog
 from .api_serving import Delivery
 from .bootstrap import BootstrapServer
 from .context import SharedEngine, rollout_context, shared_engine
 from .held_out import Evaluations
-from .judging import JudgeNumbers
+from .judging import judge_numbers
 from .metrics import (
-    CurriculumNumbers,
     Deliveries,
-    EngineNumbers,
-    PartsNumbers,
-    RolloutNumbers,
     Tally,
     all_of,
+    curriculum_numbers,
+    engine_numbers,
+    parts_numbers,
     warn_of_dropped,
 )
 from .mix import Member, Several, curriculum_of_store, stream_of
@@ -51,71 +49,45 @@ if TYPE_CHECKING:
     from ..sandbox.machines import Machine
 
 
-class EvaluationNumbers:
-    def __init__(self, evaluations: Evaluations) -> None:
-        self._evaluations = evaluations
-
-    async def families(self) -> Iterable[Metric]:
-        of, latest = self._evaluations, self._evaluations.latest
-        results = {} if latest is None else latest.results
-        values = [
-            ((environment, measure), value)
+async def evaluation_numbers(evaluations: Evaluations) -> Reading:
+    latest = evaluations.latest
+    results = {} if latest is None else latest.results
+    return {
+        "evaluation": {
+            (environment, measure): value
             for name, value in results.items()
             for environment, _, measure in [name.removeprefix("evaluate/").rpartition("/")]
-        ]
-        return [
-            gauge(
-                "envserver_evaluation", "Results of the last evaluation of the held-out split",
-                ("environment", "measure"), values,
-            ),
-            level(
-                "envserver_evaluation_policy_version",
-                "Policy version at the start of the last evaluation, -1 before any",
-                -1 if latest is None else latest.version,
-            ),
-            level(
-                "envserver_evaluation_other_versions",
-                "Rollouts of the last evaluation with tokens of another version",
-                0 if latest is None else latest.other_versions,
-            ),
-            level("envserver_evaluation_running", "1 while an evaluation runs", of.busy),
-            counter(
-                "envserver_evaluations", "Evaluations by how they ended; skipped: not begun",
-                ("end",), by_key({end: float(count) for end, count in of.ends.items()}),
-            ),
-        ]  # fmt: skip
+        },
+        "evaluation_policy_version": -1 if latest is None else latest.version,
+        "evaluation_other_versions": 0 if latest is None else latest.other_versions,
+        "evaluation_running": evaluations.busy,
+        "evaluations": evaluations.ends,
+    }
 
 
-class SandboxMachineNumbers:
-    def __init__(self, config: SandboxConfig) -> None:
-        self._machines: tuple[Machine, ...] = ()
-        if config.remote_urls:
-            from ..sandbox.machines import machines_at
+async def machine_numbers(machines: Sequence[Machine]) -> Reading:
+    loads = {one.url: one.load for one in machines if one.load is not None and not one.problem}
+    return {
+        "sandbox_machine_up": {one.url: not one.problem for one in machines},
+        "sandbox_machine_own": {one.url: one.open for one in machines},
+        **of_each(
+            loads,
+            sandbox_machine_places=lambda load: load.sandboxes,
+            sandbox_machine_open=lambda load: load.open,
+            sandbox_machine_waiting=lambda load: load.waiting,
+        ),
+        "sandbox_machine_events": {
+            (one.url, event): n for one in machines for event, n in one.counts.items()
+        },
+    }
 
-            self._machines = machines_at(config.remote_urls)
 
-    async def families(self) -> Iterable[Metric]:
-        known = [(one.url, one) for one in self._machines]
-        loads = [(url, one.load) for url, one in known if one.load is not None and not one.problem]
-        name, of = "envserver_sandbox_machine", "machine"
-        return [
-            of_each(gauge, f"{name}_up", "1 while it answers", of, known,
-                    lambda one: not one.problem),
-            of_each(gauge, f"{name}_places", "Maximum sandboxes", of, loads,
-                    lambda load: load.sandboxes),
-            of_each(gauge, f"{name}_open", "Its open sandboxes, of all clients", of, loads,
-                    lambda load: load.open),
-            of_each(gauge, f"{name}_waiting", "Requests for one, of all clients", of, loads,
-                    lambda load: load.waiting),
-            of_each(gauge, f"{name}_own", "Sandboxes of this process there, with those that are "
-                    "wanted", of, known, lambda one: one.open),
-            counter(
-                f"{name}_events", "opened: sandboxes; unreachable, lost: failures of the machine",
-                (of, "event"),
-                [((url, event), float(n)) for url, one in known
-                 for event, n in sorted(one.counts.items())],
-            ),
-        ]  # fmt: skip
+def _machines(config: SandboxConfig) -> Sequence[Machine]:
+    if not config.remote_urls:
+        return ()
+    from ..sandbox.machines import machines_at
+
+    return machines_at(config.remote_urls)
 
 
 Members = list[Member[MixSettings]]
@@ -189,7 +161,7 @@ async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
     settings = members[0].spec.settings
-    tally, numbers = Tally(), RolloutNumbers()
+    tally = Tally()
     async with contextlib.AsyncExitStack() as stack:
         room = await stack.enter_async_context(
             shared_engine(settings, need_engine=False, need_exact=True)
@@ -216,7 +188,7 @@ async def hosted(
             is not None
         }
         failures = server.live.failures
-        observe = partial(_observer, tally, numbers, auditor, curricula, failures, tracked)
+        observe = partial(_observer, tally, auditor, curricula, failures, tracked)
         if tracked is not None:
             tracked.link(f"{server.url}/#/groups/")
         players = PlayedEngine()
@@ -245,17 +217,16 @@ async def hosted(
             evaluations=Evaluations(members, server.store, room, tracked),
             tally=tally,
         )
-        for source in (
-            numbers,
-            Deliveries(server.store, lambda: host.version),
-            EngineNumbers(room.engine, room.endpoint.gate, lambda: host.version),
-            PartsNumbers(parts),
-            SandboxMachineNumbers(settings.sandbox),
-            CurriculumNumbers(curricula),
-            JudgeNumbers(room.judge),
-            EvaluationNumbers(host.evaluations),
-        ):
-            server.metrics.add(source.families)
+        server.metrics.add(
+            tally.read,
+            Deliveries(server.store, lambda: host.version).read,
+            partial(engine_numbers, room.engine, room.endpoint.gate, lambda: host.version),
+            partial(parts_numbers, parts),
+            partial(machine_numbers, _machines(settings.sandbox)),
+            partial(curriculum_numbers, curricula),
+            partial(judge_numbers, room.judge),
+            partial(evaluation_numbers, host.evaluations),
+        )
         server.live.engines += _engines(host)
         server.live.running = partial(running_rollouts, parts)
         await stack.enter_async_context(delivery.in_order())
@@ -281,7 +252,6 @@ def _no_version() -> int:
 
 def _observer(
     tally: Tally,
-    numbers: RolloutNumbers,
     auditor: Auditor,
     curricula: Mapping[str, TaskStream],
     failures: FailureLog,
@@ -295,8 +265,7 @@ def _observer(
 
     curriculum = curricula.get(environment)
     return all_of(
-        tally,
-        numbers.observer(environment),
+        tally.observer(environment),
         failures.observer(environment),
         None if curriculum is None else curriculum.observe,
         offer,

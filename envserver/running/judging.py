@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from envserver_records.costs import Prices
-from prometheus_client.core import Metric
 
 from ..judges.server import JudgeServer
 from ..settings.config import OpenAIConfig
 from ..settings.runs import JudgeConfig
-from ..telemetry.numbers import by_key, counter, single
+from ..telemetry.measures import Reading
 from ..telemetry.redaction import counted
 
 CACHE_NAME = "judge.db"
@@ -74,36 +73,17 @@ def judge_line(judge: JudgeServer) -> str:
     return ", ".join(parts)
 
 
-class JudgeNumbers:
-    def __init__(self, judge: JudgeServer | None) -> None:
-        self._judge = judge
-
-    async def families(self) -> Iterable[Metric]:
-        ends, tokens = dict[str, float](), dict[str, float]()
-        again, cost = list[tuple[tuple[str, ...], float]](), dict[str, float]()
-        if (judge := self._judge) is not None:
-            counts = judge.counts
-            cached = counts.cached
-            ends = {"engine": counts.calls - cached, "cache": cached, "failed": counts.failed}
-            tokens = {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens}
-            again = single(counts.again)
-            if (paid := _cost(judge)) is not None:
-                cost = {judge.config.currency: paid}
-        return [
-            counter(
-                "envserver_judge_calls", "Calls to the judge by what answered them", ("end",),
-                by_key(ends),
-            ),
-            counter(
-                "envserver_judge_again", "Calls repeated because an answer could not be read", (),
-                again,
-            ),
-            counter(
-                "envserver_judge_tokens", "Tokens of the judge's engine", ("kind",), by_key(tokens)
-            ),
-            counter("envserver_judge_cost", "Cost of the judge's tokens", ("currency",),
-                    by_key(cost)),
-        ]  # fmt: skip
+async def judge_numbers(judge: JudgeServer | None) -> Reading:
+    if judge is None:
+        return {f"judge_{name}": {} for name in ("calls", "again", "tokens", "cost")}
+    counts, cost = judge.counts, _cost(judge)
+    engine = counts.calls - counts.cached
+    return {
+        "judge_calls": {"engine": engine, "cache": counts.cached, "failed": counts.failed},
+        "judge_again": counts.again,
+        "judge_tokens": {"prompt": counts.prompt_tokens, "completion": counts.completion_tokens},
+        "judge_cost": {} if cost is None else {judge.config.currency: cost},
+    }
 
 
 def prices_of(

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import pstdev
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 import msgspec
 import structlog
 from envserver_records.costs import Cost, added
-from envserver_records.records import Group, Usage
+from envserver_records.records import Group
 from envserver_records.tasks import UNIT_RANGE, RewardRange, Score
-from prometheus_client.core import Metric
 
 from ..models.engine import ReplicaHealth
 from ..models.routing import Standing
 from ..proxy.gate import Gate
 from ..rollouts.events import (
     Event,
-    GroupDelivered,
     GroupDropped,
     Observer,
     RolloutFailed,
@@ -32,20 +30,9 @@ from ..rollouts.events import (
 )
 from ..rollouts.policy import Untrained, alike, all_equal, summed
 from ..store import Lease
-from ..store.rows import GroupState, StoreStatistics
-from ..telemetry.numbers import (
-    OTHER,
-    SECONDS,
-    Counts,
-    Distribution,
-    Labelled,
-    by_key,
-    counter,
-    gauge,
-    histogram,
-    level,
-    of_each,
-)
+from ..store.rows import GroupState
+from ..telemetry.measures import Meter, Reading, of_each
+from ..telemetry.numbers import OTHER, Distribution
 
 if TYPE_CHECKING:
     from ..models.engine import MeasuredEngine
@@ -54,8 +41,7 @@ if TYPE_CHECKING:
     from ..store import Store
 
 
-_REWARDS: Final = tuple(round(0.1 * tenth, 1) for tenth in range(11))
-_TURNS: Final = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 32.0, 64.0, 128.0)
+_Key = TypeVar("_Key", str, tuple[str, str, GroupState])
 _VERSIONS: Final = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 _MOST_RUNS: Final = 100
 _MOST_REASONS: Final = 20
@@ -64,249 +50,88 @@ _MOST_TALLIES: Final = 500
 _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
-_OF: Final = ("environment",)
-_COUNTED: Final = {
-    "rollouts": ("Finished rollouts by outcome", (*_OF, "end")),
-    "failed_attempts": ("Failed attempts", (*_OF, "kind")),
-    "reward_points": (
-        "Sum of the positive, or of the negative, rewards in delivered groups",
-        (*_OF, "agent", "sign"),
-    ),
-    "groups_equal": ("Groups, delivered or not, whose rewards are all equal", _OF),
-    "tokens": ("Tokens of scored rollouts", (*_OF, "kind")),
-    "tokens_cost": ("Cost of the tokens of scored rollouts", (*_OF, "currency")),
-    "groups_delivered": ("Groups made durable", _OF),
-    "groups_dropped": ("Groups not delivered", (*_OF, "reason")),
-    "groups_alike": (
-        "Groups whose rollouts all say the same, or whose rewards are all at a bound",
-        (*_OF, "alike"),
-    ),
-    "flags": ("Rollouts by flag of their tokens", ("flag",)),
-    "untrained_tokens": ("Sampled tokens that flags mask or drop", (*_OF, "flag")),
-}
-_SPREAD: Final = {
-    "reward": ("Rewards in delivered groups", (*_OF, "agent"), _REWARDS),
-    "group_deviation": (
-        "Standard deviation of the rewards of a delivered group",
-        _OF,
-        tuple(round(0.1 * tenth, 1) for tenth in range(6)),
-    ),
-    "rollout_seconds": ("From start to result", _OF, SECONDS),
-    "rollout_turns": ("Turns of a scored rollout", _OF, _TURNS),
-}
+async def curriculum_numbers(curricula: Mapping[str, TaskStream]) -> Reading:
+    solved = {name: one.solved_share() for name, one in curricula.items()}
+    return {
+        **of_each(
+            curricula,
+            groups_again=lambda one: one.came_again,
+            tasks_passed_over=lambda one: one.passed_over,
+            tasks_remembered=lambda one: one.remembered,
+        ),
+        "tasks_solved_share": {name: one for name, one in solved.items() if one is not None},
+    }
 
 
-class RolloutNumbers:
-    """Counts over the events of rollouts, by environment."""
+async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> Reading:
+    """Returns the numbers of the engine that all rollouts use, and of its gate."""
+    replicas = {one.base_url: one for one in engine.replicas()}
+    standings = Counter(one.standing for one in replicas.values())
 
-    def __init__(self) -> None:
-        self._counts = {name: Counts() for name in _COUNTED}
-        self._spread = {name: Labelled(bounds) for name, (*_, bounds) in _SPREAD.items()}
+    def version_of(replica: ReplicaHealth) -> int:
+        serves = version() if replica.follows else replica.version
+        return -1 if serves is None else serves
 
-    def observer(self, environment: str) -> Observer:
-        self._add("groups_delivered", environment, count=0)
-        return partial(self._observe, environment)
-
-    def _add(self, name: str, *labels: str, count: float = 1) -> None:
-        self._counts[name].add(labels, count)
-
-    def _observe(self, environment: str, event: Event) -> None:
-        if isinstance(event, RolloutScored):
-            self._scored(environment, event)
-        elif isinstance(event, RolloutFailed):
-            kind = event.failure.kind
-            self._add("failed_attempts", environment, kind)
-            if event.final:
-                self._add("rollouts", environment, "stale" if kind == "stale" else "lost")
-        elif isinstance(event, GroupDelivered):
-            self._add("groups_delivered", environment)
-            trajectories = event.group.trajectories
-            self._add_alike(environment, alike(event.group))
-            for trajectory in trajectories:
-                self._rewarded(environment, trajectory.score)
-            rewards = [one.score.reward for one in trajectories if one.score.reward is not None]
-            if len(rewards) > 1:
-                self._spread["group_deviation"].add((environment,), pstdev(rewards))
-                self._add("groups_equal", environment, count=all_equal(trajectories))
-        elif isinstance(event, GroupDropped):
-            self._add("groups_dropped", environment, event.reason)
-            self._add("groups_equal", environment, count=event.reason == "zero_variance")
-            self._add_alike(environment, event.alike)
-
-    def _add_alike(self, environment: str, found: Sequence[str]) -> None:
-        for what in found:
-            self._add("groups_alike", environment, what)
-
-    def _scored(self, environment: str, event: RolloutScored) -> None:
-        end = f"limit_{event.limit}" if event.limit else "scored"
-        self._add("rollouts", environment, end if event.scorable else "unscorable")
-        self._add("tokens", environment, "prompt", count=event.prompt_tokens)
-        self._add("tokens", environment, "completion", count=event.completion_tokens)
-        self._spread["rollout_seconds"].add((environment,), event.seconds)
-        self._spread["rollout_turns"].add((environment,), event.turns)
-        cost = event.usage.cost if event.usage is not None else None
-        if cost is not None and cost.models:
-            total = sum(cost.models.values())
-            self._add("tokens_cost", environment, cost.currency, count=total)
-        for flag in event.flags:
-            self._add("flags", flag)
-        for flag, count in event.untrained.by_flag.items():
-            self._add("untrained_tokens", environment, flag, count=count)
-
-    def _rewarded(self, environment: str, score: Score) -> None:
-        """A score can name declared agents only."""
-        if score.reward is None:
-            return
-        for agent, reward in (score.rewards or {"": score.reward}).items():
-            self._spread["reward"].add((environment, agent), reward)
-            self._add("reward_points", environment, agent, "positive", count=max(reward, 0.0))
-            self._add("reward_points", environment, agent, "negative", count=max(-reward, 0.0))
-
-    async def families(self) -> Iterable[Metric]:
-        counts = [
-            counter(f"envserver_{name}", words, labels, self._counts[name])
-            for name, (words, labels) in _COUNTED.items()
-        ]
-        spread = [
-            histogram(f"envserver_{name}", words, labels, self._spread[name])
-            for name, (words, labels, _) in _SPREAD.items()
-        ]
-        return [*counts, *spread]
+    return {
+        "engine_seconds": engine.seconds,
+        "engine_errors": engine.errors,
+        "engine_calls": engine.in_flight,
+        "calls_at_engine": gate.in_flight,
+        "calls_waiting": gate.waiting,
+        "paused": gate.paused,
+        "policy_version": version(),
+        **of_each(
+            replicas,
+            replica_calls=lambda one: one.in_flight,
+            replica_limit=lambda one: one.limit,
+            replica_waiting=lambda one: one.waiting,
+            replica_breaker=lambda one: _BREAKER[one.state],
+            replica_version=version_of,
+        ),
+        "replica_standing": {(url, one.standing): 1.0 for url, one in replicas.items()},
+        "engines": {standing: standings[standing] for standing in get_args(Standing)},
+    }
 
 
-class CurriculumNumbers:
-    def __init__(self, curricula: Mapping[str, TaskStream]) -> None:
-        self._curricula = curricula
-
-    async def families(self) -> Iterable[Metric]:
-        each = sorted(self._curricula.items())
-        known = [(name, share) for name, one in each if (share := one.solved_share()) is not None]
-        of = "environment"
-        return [
-            of_each(counter, "envserver_groups_again",
-                    "Groups of tasks re-sampled by the curriculum", of, each,
-                    lambda one: one.came_again),
-            of_each(counter, "envserver_tasks_passed_over",
-                    "Tasks skipped as solved too often or never", of, each,
-                    lambda one: one.passed_over),
-            of_each(gauge, "envserver_tasks_remembered",
-                    "Tasks that the curriculum may re-sample", of, each,
-                    lambda one: one.remembered),
-            of_each(gauge, "envserver_tasks_solved_share",
-                    "Share of recently scored tasks solved more often than not", of, known, float),
-        ]  # fmt: skip
-
-
-class EngineNumbers:
-    """Metrics of the engine that all rollouts use, and of its gate."""
-
-    def __init__(self, engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> None:
-        self._engine = engine
-        self._gate = gate
-        self._version = version
-
-    async def families(self) -> Iterable[Metric]:
-        engine, gate = self._engine, self._gate
-        replicas = [(one.base_url, one) for one in engine.replicas()]
-        standings = Counter(one.standing for _, one in replicas)
-
-        def each(name: str, words: str, value: Callable[[ReplicaHealth], float]) -> Metric:
-            return of_each(gauge, f"envserver_replica_{name}", words, "replica", replicas, value)
-
-        return [
-            histogram(
-                "envserver_engine_seconds", "Duration of answered calls", ("path",), engine.seconds
-            ),
-            counter("envserver_engine_errors", "Calls that failed", ("kind",), engine.errors),
-            level("envserver_engine_calls", "Calls not answered yet", engine.in_flight),
-            level("envserver_calls_at_engine", "Agents' calls in flight", gate.in_flight),
-            level("envserver_calls_waiting", "Calls held by a pause", gate.waiting),
-            level("envserver_paused", "1 while calls are paused", gate.paused),
-            level(
-                "envserver_policy_version", "Last published version, -1 before any", self._version()
-            ),
-            each("calls", "Calls in flight at this replica", lambda one: one.in_flight),
-            each("limit", "Maximum number of calls in flight at this replica",
-                 lambda one: one.limit),
-            each("waiting", "Calls waiting for this replica", lambda one: one.waiting),
-            each("breaker", "0: used, 1: on trial, 2: set aside", lambda one: _BREAKER[one.state]),
-            each("version", "Policy version of its weights, -1 if not known", self._version_of),
-            gauge(
-                "envserver_replica_standing", "1 for how this replica is used",
-                ("replica", "standing"), [((url, one.standing), 1.0) for url, one in replicas],
-            ),
-            gauge(
-                "envserver_engines", "Replicas by how they are used", ("standing",),
-                [((name,), float(standings[name])) for name in get_args(Standing)],
-            ),
-        ]  # fmt: skip
-
-    def _version_of(self, replica: ReplicaHealth) -> int:
-        version = self._version() if replica.follows else replica.version
-        return -1 if version is None else version
-
-
-class PartsNumbers:
-    """Metrics of each environment's proxy, workers, sandboxes and services."""
-
-    def __init__(self, parts: Sequence[RolloutContext]) -> None:
-        self._parts = parts
-
-    async def families(self) -> Iterable[Metric]:
-        of = "environment"
-        parts = [(one.environment.name, one) for one in self._parts]
-        pools = [(name, one.pool.snapshot()) for name, one in parts]
-        outside = [(name, out) for name, one in parts if (out := one.proxy.egress) is not None]
-        services: Counter[str] = Counter()
-        for _, one in parts:
-            services.update(one.proxy.services.counts())
-
-        def kinds(
-            name: str, words: str, label: str, counts: Iterable[tuple[str, Mapping[Any, int]]]
-        ) -> Metric:
-            values = [
-                ((environment, kind), float(count))
-                for environment, by_kind in counts
-                for kind, count in sorted(by_kind.items())
-            ]
-            return counter(f"envserver_{name}", words, (of, label), values)
-
-        return [
-            histogram(
-                "envserver_proxy_added_seconds",
-                "Proxy time of answered calls, without the engine's (no streams)", (of,),
-                [((name,), one.proxy.added_seconds) for name, one in parts],
-            ),
-            of_each(gauge, "envserver_proxy_connections", "Open connections of agents", of, parts,
-                    lambda one: one.proxy.totals.connections),
-            kinds("proxy_refused", "What was refused to agents over a bound of one rollout",
-                  "bound", ((name, one.proxy.totals.refused) for name, one in parts)),
-            kinds("egress_requests", "Requests of agents to hosts outside by how they ended",
-                  "end", ((name, out.counts) for name, out in outside)),
-            of_each(counter, "envserver_egress_bytes", "Bytes to and from hosts outside", of,
-                    outside, lambda out: out.bytes),
-            of_each(gauge, "envserver_untrained_share",
-                    "Share of the sampled tokens of the latest groups that flags mask or drop",
-                    of, parts, lambda one: one.ceiling.window.share),
-            of_each(gauge, "envserver_workers", "Worker processes alive", of, pools,
-                    lambda pool: pool["processes"]),
-            of_each(gauge, "envserver_rollouts_running", "Rollouts in workers", of, pools,
-                    lambda pool: pool["running"]),
-            of_each(counter, "envserver_worker_restarts", "Workers replaced", of, pools,
-                    lambda pool: pool["restarts"]),
-            kinds("worker_deaths", "Worker deaths by kind", "kind",
-                  ((name, pool["deaths"]) for name, pool in pools)),
-            of_each(gauge, "envserver_sandboxes", "Open sandboxes of agents", of, parts,
-                    lambda one: one.proxy.open_sandboxes),
-            counter(
-                "envserver_services", "Counters of the environments' services", ("count",),
-                by_key(services),
-            ),
-        ]  # fmt: skip
+async def parts_numbers(parts: Sequence[RolloutContext]) -> Reading:
+    """Returns the numbers of each environment's proxy, workers, sandboxes and services."""
+    proxies = {one.environment.name: one.proxy for one in parts}
+    pools = {one.environment.name: one.pool.snapshot() for one in parts}
+    services: Counter[str] = Counter()
+    for proxy in proxies.values():
+        services.update(proxy.services.counts())
+    by_kind = of_each(
+        proxies,
+        proxy_refused=lambda proxy: proxy.totals.refused,
+        egress_requests=lambda proxy: {} if proxy.egress is None else proxy.egress.counts,
+    ) | of_each(pools, worker_deaths=lambda pool: pool["deaths"])
+    return {
+        **of_each(
+            proxies,
+            proxy_added_seconds=lambda proxy: proxy.added_seconds,
+            proxy_connections=lambda proxy: proxy.totals.connections,
+            sandboxes=lambda proxy: proxy.open_sandboxes,
+        ),
+        **of_each(
+            pools,
+            workers=lambda pool: pool["processes"],
+            rollouts_running=lambda pool: pool["running"],
+            worker_restarts=lambda pool: pool["restarts"],
+        ),
+        "egress_bytes": {
+            name: one.egress.bytes for name, one in proxies.items() if one.egress is not None
+        },
+        "untrained_share": {one.environment.name: one.ceiling.window.share for one in parts},
+        "services": services,
+        **{
+            name: {(one, kind): n for one, kinds in counts.items() for kind, n in kinds.items()}
+            for name, counts in by_kind.items()
+        },
+    }
 
 
 class Deliveries:
-    """Metrics of the store. `version`: the current policy version, -1 if unknown."""
+    """Numbers of the store. `version`: the current policy version, -1 if unknown."""
 
     def __init__(self, store: Store, version: Callable[[], int]) -> None:
         self._store = store
@@ -320,72 +145,30 @@ class Deliveries:
             if version >= 0 and row.policy_version >= 0:
                 self._staleness.add(max(0, version - row.policy_version))
 
-    async def families(self) -> Iterable[Metric]:
+    async def read(self) -> Reading:
         store, seen = self._store, self._store.statistics
         counters = dict(await store.counters())
         nacks, set_aside = (_by_reason(counters, event) for event in ("nacked", "set_aside"))
-        leases = {**seen.leases, "expired": counters.get("expired", 0)}
-        return [
-            *_arrived(seen),
-            gauge(
-                "envserver_deliveries", "Groups by queue, environment and state",
-                ("queue", "environment", "state"), _tallies(store.tallies),
+        return {
+            **of_each(
+                seen.arrived,
+                stored_groups=lambda one: one.groups,
+                stored_equal_groups=lambda one: one.equal,
+                stored_tokens=lambda one: one.tokens,
+                stored_reward=lambda one: one.rewards,
             ),
-            gauge(
-                "envserver_groups", "Groups of the shared queue by state", ("state",),
-                by_key({str(state): n for state, n in (await store.counts()).items()}),
-            ),
-            gauge(
-                "envserver_queue_depth", "Groups queued or leased for each open run", ("run",),
-                by_key(most(await store.depths())),
-            ),
-            counter(
-                "envserver_leases", "Leases by outcome (expired: since the store was created)",
-                ("end",), by_key(leases),
-            ),
-            counter(
-                "envserver_nacks", "Leases given back, by reason", ("reason",),
-                by_key(most(nacks, _MOST_REASONS)),
-            ),
-            counter(
-                "envserver_groups_set_aside", "Groups that trainers set aside, by reason",
-                ("reason",), by_key(most(set_aside, _MOST_REASONS)),
-            ),
-            counter(
-                "envserver_store_events", "Events counted since the store was created", ("event",),
-                by_key(counters),
-            ),
-            histogram(
-                "envserver_staleness_versions", "Versions behind the policy, per leased group",
-                (), [((), self._staleness)],
-            ),
-            histogram(
-                "envserver_store_commit_seconds", "From the first statement until durable", (),
-                [((), seen.commit_seconds)],
-            ),
-            histogram(
-                "envserver_store_commit_operations", "Operations in one commit", (),
-                [((), seen.commit_sizes)],
-            ),
-            level(
-                "envserver_store_waiting", "Operations waiting for a commit",
-                store.waiting_operations,
-            ),
-        ]  # fmt: skip
-
-
-def _arrived(seen: StoreStatistics) -> Iterator[Metric]:
-    of = ("environment",)
-    each = [((name,), one) for name, one in sorted(seen.arrived.items())]
-    for what, words, values in (
-        ("groups", "Groups stored, of this server's rollouts and others'", "groups"),
-        ("equal_groups", "Stored groups whose rewards are all equal", "equal"),
-        ("tokens", "Sampled tokens in stored groups", "tokens"),
-    ):
-        counts = [(labels, float(getattr(one, values))) for labels, one in each]
-        yield counter(f"envserver_stored_{what}", words, of, counts)
-    rewards = [(labels, one.rewards) for labels, one in each]
-    yield histogram("envserver_stored_reward", "Rewards in stored groups", of, rewards)
+            "deliveries": _tallies(store.tallies),
+            "groups": await store.counts(),
+            "queue_depth": most(await store.depths()),
+            "leases": {**seen.leases, "expired": counters.get("expired", 0)},
+            "nacks": most(nacks, _MOST_REASONS),
+            "groups_set_aside": most(set_aside, _MOST_REASONS),
+            "store_events": counters,
+            "staleness_versions": self._staleness,
+            "store_commit_seconds": seen.commit_seconds,
+            "store_commit_operations": seen.commit_sizes,
+            "store_waiting": store.waiting_operations,
+        }
 
 
 def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:
@@ -393,24 +176,23 @@ def _by_reason(counters: dict[str, int], event: str) -> dict[str, int]:
     return {name.partition(": ")[2]: counters.pop(name) for name in names}
 
 
-def _tallies(
-    tallies: Mapping[tuple[str, str, GroupState], int],
-) -> list[tuple[tuple[str, ...], float]]:
-    ranked = sorted(tallies.items(), key=lambda one: (-one[1], one[0]))
-    shown: dict[tuple[str, ...], float] = {}
-    for number, (labels, count) in enumerate(ranked):
-        place = labels if number < _MOST_TALLIES else (OTHER, OTHER, labels[2])
-        shown[place] = shown.get(place, 0.0) + count
-    return sorted(shown.items())
-
-
-def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> dict[str, float]:
-    """Returns the `limit` largest of `counts`, and the sum of the rest as `other`."""
-    ranked = sorted(counts.items(), key=lambda one: (-one[1], one[0]))
-    shown = {name: float(count) for name, count in ranked[:limit]}
-    if len(ranked) > limit:
-        shown[OTHER] = float(sum(count for _, count in ranked[limit:]))
+def _tallies(tallies: Mapping[tuple[str, str, GroupState], int]) -> Counter[tuple[str, str, str]]:
+    shown: Counter[tuple[str, str, str]] = Counter()
+    for number, (labels, count) in enumerate(_ranked(tallies)):
+        shown[labels if number < _MOST_TALLIES else (OTHER, OTHER, labels[2])] += count
     return shown
+
+
+def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> Counter[str]:
+    """Returns the `limit` largest of `counts`, and the sum of the rest as `other`."""
+    shown: Counter[str] = Counter()
+    for number, (name, count) in enumerate(_ranked(counts)):
+        shown[name if number < limit else OTHER] += count
+    return shown
+
+
+def _ranked(counts: Mapping[_Key, int]) -> list[tuple[_Key, int]]:
+    return sorted(counts.items(), key=lambda one: (-one[1], one[0]))
 
 
 GROUPS_SHOWN = 12
@@ -467,24 +249,22 @@ def is_full(reward: float, bounds: RewardRange) -> bool:
 _MOST_FAILED_GROUPS: Final = 1024
 
 
-class Tally:
-    """Counts over the events of a run; an Observer. Rewards are those of delivered groups."""
+class Tally(Meter):
+    """Counts over the events of a run, by environment; an Observer where there is only one. Rewards
+    are those of delivered groups."""
 
     def __init__(self) -> None:
+        super().__init__(
+            *("rollouts", "failed_attempts", "reward_points", "groups_equal", "groups_alike"),
+            *("tokens", "tokens_cost", "groups_delivered", "groups_dropped", "flags"),
+            *("untrained_tokens", "reward", "group_deviation", "rollout_seconds", "rollout_turns"),
+        )
         self.started = time.monotonic()
-        self.groups = 0
-        self.rollouts = 0
         self.rewards = Rewards()
-        self.prompt_tokens = 0
-        self.completion_tokens = 0
-        self.failures: Counter[str] = Counter()
         self.last_words: dict[str, str] = {}
         """The latest message of each kind of failure, and of each reason to drop a group."""
         self.latest_failure = ""
         self._failed_groups: dict[str, str] = {}
-        self.lost = 0
-        self.drops: Counter[str] = Counter()
-        self.flags: Counter[str] = Counter()
         self.untrained = Untrained()
         """Tokens of all scored rollouts that flags mask or drop."""
         self.first_groups: list[Group] = []
@@ -494,55 +274,131 @@ class Tally:
         self.sandbox_seconds = 0.0
         self.scoring_seconds = 0.0
 
+    def observer(self, environment: str) -> Observer:
+        self.add("groups_delivered", environment, value=0)
+        return partial(self._observe, environment)
+
     def __call__(self, event: Event) -> None:
+        self._observe("", event)
+
+    def _observe(self, environment: str, event: Event) -> None:
         if isinstance(event, RolloutScored):
-            self.rollouts += 1
-            self.completion_tokens += event.completion_tokens
-            self.flags.update(event.flags)
-            self.untrained = summed((self.untrained, event.untrained))
-            if event.usage is not None:
-                self._add_usage(event.usage)
+            self._scored(environment, event)
         elif isinstance(event, RolloutFailed):
-            self.failures[event.failure.kind] += 1
-            self.last_words[event.failure.kind] = event.failure.message
-            self.latest_failure = event.failure.message
-            self._failed_groups[event.group_id] = event.failure.message
-            if len(self._failed_groups) > _MOST_FAILED_GROUPS:
-                del self._failed_groups[next(iter(self._failed_groups))]
-            self.lost += event.final
+            self._failed(environment, event)
         elif isinstance(event, GroupDropped):
-            self.drops[event.reason] += 1
+            self.add("groups_dropped", environment, event.reason)
+            self.add("groups_equal", environment, value=event.reason == "zero_variance")
+            for what in event.alike:
+                self.add("groups_alike", environment, what)
             if not event.failed:  # else its failed attempts say why
                 self.last_words[event.reason] = event.message
-        elif isinstance(event, GroupDelivered):
-            self._add_group(event.group)
+        else:
+            self._delivered(environment, event.group)
+
+    def _scored(self, environment: str, event: RolloutScored) -> None:
+        end = f"limit_{event.limit}" if event.limit else "scored"
+        self.add("rollouts", environment, end if event.scorable else "unscorable")
+        self.add("tokens", environment, "prompt", value=event.prompt_tokens)
+        self.add("tokens", environment, "completion", value=event.completion_tokens)
+        self.add("rollout_seconds", environment, value=event.seconds)
+        self.add("rollout_turns", environment, value=event.turns)
+        for flag in event.flags:
+            self.add("flags", flag)
+        for flag, count in event.untrained.by_flag.items():
+            self.add("untrained_tokens", environment, flag, value=count)
+        self.untrained = summed((self.untrained, event.untrained))
+        if (usage := event.usage) is None:
+            return
+        if usage.cost is not None and usage.cost.models:
+            cost = msgspec.structs.replace(usage.cost, judge=None)
+            self.add("tokens_cost", environment, cost.currency, value=sum(cost.models.values()))
+            self.cost = cost if self.cost is None else added((self.cost, cost))
+        self.scoring_seconds += usage.scoring_seconds
+        self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
+
+    def _failed(self, environment: str, event: RolloutFailed) -> None:
+        kind, message = event.failure.kind, event.failure.message
+        self.add("failed_attempts", environment, kind)
+        if event.final:
+            self.add("rollouts", environment, "stale" if kind == "stale" else "lost")
+        self.last_words[kind] = self.latest_failure = message
+        self._failed_groups[event.group_id] = message
+        if len(self._failed_groups) > _MOST_FAILED_GROUPS:
+            del self._failed_groups[next(iter(self._failed_groups))]
+
+    def _delivered(self, environment: str, group: Group) -> None:
+        self.add("groups_delivered", environment)
+        for what in alike(group):
+            self.add("groups_alike", environment, what)
+        for trajectory in group.trajectories:
+            self._rewarded(environment, trajectory.score)
+        rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+        if len(rewards) > 1:
+            self.add("group_deviation", environment, value=pstdev(rewards))
+            self.add("groups_equal", environment, value=all_equal(group.trajectories))
+        self.latest_group = group
+        self.rewards.add_group(group)
+        if len(self.first_groups) < GROUPS_SHOWN:
+            self.first_groups.append(group)
+
+    def _rewarded(self, environment: str, score: Score) -> None:
+        """A score can name declared agents only."""
+        if score.reward is None:
+            return
+        for agent, reward in (score.rewards or {"": score.reward}).items():
+            self.add("reward", environment, agent, value=reward)
+            self.add("reward_points", environment, agent, "positive", value=max(reward, 0.0))
+            self.add("reward_points", environment, agent, "negative", value=max(-reward, 0.0))
+
+    def _counted(self, name: str) -> Counter[str]:
+        """Returns the counts of all environments by the last label."""
+        counts: Counter[str] = Counter()
+        for labels, count in self.counts(name).items():
+            counts[labels[-1]] += int(count)
+        return counts
+
+    @property
+    def groups(self) -> int:
+        return self._counted("groups_delivered").total()
+
+    @property
+    def rollouts(self) -> int:
+        return self._counted("rollouts").total() - self.lost
+
+    @property
+    def lost(self) -> int:
+        ends = self._counted("rollouts")
+        return ends["lost"] + ends["stale"]
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._counted("tokens")["completion"]
+
+    @property
+    def failures(self) -> Counter[str]:
+        return self._counted("failed_attempts")
+
+    @property
+    def drops(self) -> Counter[str]:
+        return self._counted("groups_dropped")
+
+    @property
+    def flags(self) -> Counter[str]:
+        return self._counted("flags")
 
     def failure_of(self, group_id: str) -> str:
         return self._failed_groups.get(group_id, "")
 
-    def _add_usage(self, usage: Usage) -> None:
-        if usage.cost is not None and usage.cost.models:
-            cost = msgspec.structs.replace(usage.cost, judge=None)
-            self.cost = cost if self.cost is None else added((self.cost, cost))
-        self.prompt_tokens += usage.prompt_tokens
-        self.scoring_seconds += usage.scoring_seconds
-        self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
-
     def costs_line(self) -> str:
-        parts = [f"{self.prompt_tokens:,} + {self.completion_tokens:,} tokens"]
+        prompt_tokens = self._counted("tokens")["prompt"]
+        parts = [f"{prompt_tokens:,} + {self.completion_tokens:,} tokens"]
         if self.sandbox_seconds:
             parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")
         parts.append(f"{self.scoring_seconds:.1f} s of scoring")
         if self.cost is not None:
             parts.append(f"{self.cost.total:.4f} {self.cost.currency}")
         return f"Took: {', '.join(parts)}"
-
-    def _add_group(self, group: Group) -> None:
-        self.groups += 1
-        self.latest_group = group
-        self.rewards.add_group(group)
-        if len(self.first_groups) < GROUPS_SHOWN:
-            self.first_groups.append(group)
 
     @property
     def seconds(self) -> float:

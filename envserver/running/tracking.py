@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
-import math
-import operator
 import os
 import queue
 import threading
@@ -23,37 +21,24 @@ import orjson
 import structlog
 from envserver_records.errors import ConfigError
 from envserver_records.extras import missing_module_hint
-from envserver_records.records import Group, Message, Trajectory, text_of
+from envserver_records.records import Group, Message, text_of
 from envserver_records.tracking import Row, Tracker, TrackerName, open_tracker
 from pydantic import BaseModel
 
 from ..rollouts.events import (
     Event,
-    GroupDelivered,
     GroupDropped,
     Observer,
     RolloutFailed,
     RolloutScored,
 )
 from ..settings.runs import TrackingConfig
+from ..telemetry.numbers import Distribution
 from ..telemetry.redaction import redacted
 from .stopping import beside
 
 _MOST_CHARACTERS: Final = 4000
 _MOST_KINDS: Final = 50
-
-
-class _Sums:
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.sums: Counter[str] = Counter()
-
-    def add(self, name: str, value: float) -> None:
-        self.counts[name] += 1
-        self.sums[name] += value  # type: ignore[assignment]  # a Counter of floats
-
-    def means(self) -> dict[str, float]:
-        return {name: self.sums[name] / count for name, count in self.counts.items()}
 
 
 class TrackedNumbers:
@@ -64,38 +49,34 @@ class TrackedNumbers:
         self.groups = 0
         self.link = link
         self._latest: deque[Group] = deque(maxlen=most_groups)
-        self._since: dict[str, _Sums] = {}
-        self._rollouts = 0
-        self._tokens = 0
+        self._since: dict[str, dict[str, Distribution]] = {}
+        """By environment ("": all) and name."""
         self._totals: Counter[str] = Counter()
         self._version = -1
 
     def observe(self, environment: str, event: Event) -> None:
-        of = [self._since.setdefault(name, _Sums()) for name in ("", environment)]
+        values: dict[str, float] = {}
         if isinstance(event, RolloutScored):
-            self._rollouts += 1
-            self._tokens += event.completion_tokens
             values = {
                 "turns": event.turns,
                 "completion_tokens": event.completion_tokens,
                 "rollout_seconds": event.seconds,
-                "limited_share": float(event.limit is not None),
-                "lost_share": 0.0,
+                "limited_share": event.limit is not None,
+                "lost_share": 0,
             }
         elif isinstance(event, RolloutFailed):
             self._count(f"failures/{event.failure.kind}")
-            values = {"lost_share": 1.0} if event.final else {}
+            values = {"lost_share": 1} if event.final else {}
         elif isinstance(event, GroupDropped):
             self._count(f"dropped/{event.reason}")
-            values = {}
         else:
-            values = self._delivered(environment, event)
-        for sums in of:
+            values = self._delivered(environment, event.group)
+        for of in ("", environment):
+            numbers = self._since.setdefault(of, {})
             for name, value in values.items():
-                sums.add(name, value)
+                numbers.setdefault(name, Distribution(())).add(value)
 
-    def _delivered(self, environment: str, event: GroupDelivered) -> dict[str, float]:
-        group = event.group
+    def _delivered(self, environment: str, group: Group) -> dict[str, float]:
         self.groups += 1
         self._count(f"groups/{environment}")
         self._version = max(self._version, group.policy_version)
@@ -107,7 +88,7 @@ class TrackedNumbers:
         return {
             "reward": fmean(rewards),
             "reward_std": deviation,
-            "equal_share": float(deviation == 0),
+            "equal_share": deviation == 0,
         }
 
     def _count(self, name: str) -> None:
@@ -116,18 +97,19 @@ class TrackedNumbers:
 
     def scalars(self, seconds: float) -> dict[str, float]:
         several = len(self._since) > 2
-        found: dict[str, float] = {}
-        for environment, sums in self._since.items():
-            if environment and not several:
-                continue
-            after = f"/{environment}" if environment else ""
-            found |= {f"{name}{after}": value for name, value in sums.means().items()}
+        found = {
+            f"{name}/{environment}" if environment else name: one.total / one.count
+            for environment, numbers in self._since.items()
+            for name, one in numbers.items()
+            if several or not environment
+        }
         if seconds > 0:
-            found["tokens_per_second"] = self._tokens / seconds
-            found["rollouts_per_minute"] = 60 * self._rollouts / seconds
+            tokens = self._since.get("", {}).get("completion_tokens", Distribution(()))
+            found["tokens_per_second"] = tokens.total / seconds
+            found["rollouts_per_minute"] = 60 * tokens.count / seconds
         if self._version >= 0:
             found["policy_version"] = self._version
-        self._since, self._rollouts, self._tokens = {}, 0, 0
+        self._since = {}
         return found | dict(self._totals)
 
     def take_groups(self) -> list[Group]:
@@ -140,25 +122,24 @@ class TrackedNumbers:
 
 
 def _rows(step: int, group: Group, link: str) -> list[Row]:
-    placed = [
-        (one.score.reward, number, one)
+    rewards = {
+        number: one.score.reward
         for number, one in enumerate(group.trajectories)
         if one.score.reward is not None
-    ]
-    if not placed:
+    }
+    if not rewards:
         return []
-    rewards = [reward for reward, _, _ in placed]
-    by_reward = operator.itemgetter(0)
-    chosen = (max(placed, key=by_reward), min(placed, key=by_reward))
-    mean, deviation = fmean(rewards), pstdev(rewards)
+    mean, deviation = fmean(rewards.values()), pstdev(rewards.values())
+    chosen = dict.fromkeys(choose(rewards, key=rewards.__getitem__) for choose in (max, min))
     # TRL's advantage: the distance from the group's mean in its deviations.
     return [
-        _row(step, group, number, one, (reward - mean) / (deviation + 1e-4), link)
-        for number, (reward, one) in {n: (reward, one) for reward, n, one in chosen}.items()
+        _row(step, group, number, (rewards[number] - mean) / (deviation + 1e-4), link)
+        for number in chosen
     ]
 
 
-def _row(step: int, group: Group, number: int, one: Trajectory, advantage: float, link: str) -> Row:
+def _row(step: int, group: Group, number: int, advantage: float, link: str) -> Row:
+    one = group.trajectories[number]
     first = next(
         (at for at, message in enumerate(one.messages) if message.get("role") == "assistant"),
         len(one.messages),
@@ -169,7 +150,7 @@ def _row(step: int, group: Group, number: int, one: Trajectory, advantage: float
         "completion": _text(one.messages[first:]),
         "reward": one.score.reward,
         "advantage": round(advantage, 4),
-        "components": orjson.dumps(_finite(one.score.components)).decode(),
+        "components": orjson.dumps(one.score.components).decode(),
         "environment": group.env,
         "task_id": group.task_id,
         "group_id": group.group_id,
@@ -181,17 +162,12 @@ def _row(step: int, group: Group, number: int, one: Trajectory, advantage: float
     }
 
 
-def _finite(components: dict[str, float]) -> dict[str, float | None]:
-    return {name: one if math.isfinite(one) else None for name, one in components.items()}
-
-
 def _text(messages: list[Message]) -> str:
     """Returns a conversation as bounded text; a single message is its text alone."""
-    parts = [_with_calls(message) for message in messages]
-    if len(parts) > 1:
-        parts = [
-            f"{message.get('role')}: {text}" for message, text in zip(messages, parts, strict=True)
-        ]
+    parts = [
+        (f"{message.get('role')}: " if len(messages) > 1 else "") + _with_calls(message)
+        for message in messages
+    ]
     text = redacted("\n\n".join(parts))
     if len(text) <= _MOST_CHARACTERS:
         return text
@@ -243,22 +219,23 @@ class Tracking:
         if now - self._rows_at >= self._rows_every:
             self._rows_at = now
             groups = self._numbers.take_groups()
-        for lane in self._lanes:
-            lane.send(lambda tracker: tracker.scalars(step, values))
-            if groups:
-                lane.send(lambda tracker: _add_rows(tracker, self._numbers, step, groups))
+        self._send(lambda tracker: tracker.scalars(step, values))
+
+        def add_rows(tracker: Tracker) -> None:
+            if rows := self._numbers.rows(step, groups):
+                tracker.rollouts(step, rows)
+
+        if groups:
+            self._send(add_rows)
 
     def summary(self, values: dict[str, float]) -> None:
         self.write()
         step = self.already + self._numbers.groups
+        self._send(lambda tracker: tracker.scalars(step, values))
+
+    def _send(self, call: Callable[[Tracker], None]) -> None:
         for lane in self._lanes:
-            lane.send(lambda tracker: tracker.scalars(step, values))
-
-
-def _add_rows(tracker: Tracker, numbers: TrackedNumbers, step: int, groups: list[Any]) -> None:
-    rows = numbers.rows(step, groups)
-    if rows:
-        tracker.rollouts(step, rows)
+            lane.send(call)
 
 
 @contextlib.asynccontextmanager

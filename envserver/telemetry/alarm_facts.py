@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from copy import copy
 from typing import Any, Final, Literal
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
@@ -12,58 +13,71 @@ from numpy.typing import NDArray
 
 from ..settings.server import AlarmsConfig
 from .history import Name
+from .measures import samples_of
 
 Array = NDArray[np.float64]
+_Column = tuple[dict[str, str], Array]
 _OFF_SECONDS: Final = 150.0
 """Older numbers are kept by the minute."""
 
 
 class Curves:
-    """The samples of some times (at least one, ascending); each column is as long as `times`."""
+    """The samples of some times (at least one, ascending); each column is as long as `times`.
+
+    A name is that of a measurement; of a histogram, its count is meant, but for `sums`, `total`.
+    """
 
     def __init__(self, times: Array, columns: Mapping[Name, Array]) -> None:
         self.times = times
-        self._columns: dict[str, list[tuple[dict[str, str], Array]]] = {}
+        self._columns: dict[str, list[_Column]] = {}
         for name, values in columns.items():
             self._columns.setdefault(name.name, []).append((dict(name.labels), values))
-        self._numbers: dict[str, list[tuple[dict[str, str], Array]]] = {}
+        self._numbers: dict[str, list[_Column]] = {}
+        self._of: dict[str, str] = {}
 
-    def _named(self, name: str) -> list[tuple[dict[str, str], Array]]:
-        if name not in self._numbers:
-            listed = self._columns.get(name, ())
-            self._numbers[name] = [(labels, np.nan_to_num(values)) for labels, values in listed]
-        return self._numbers[name]
+    def of(self, environment: str) -> Curves:
+        """Returns only what is labelled with this environment."""
+        own = copy(self)
+        own._of = {"environment": environment}
+        return own
 
     def values_of(self, name: str, label: str, **labels: str) -> list[str]:
-        return sorted({of[label] for of, _ in self._matching(name, labels) if label in of})
+        matching = self._matching(samples_of(name)[-1], labels)
+        return sorted({of[label] for of, _ in matching if label in of})
+
+    def levels(self, name: str, **labels: str) -> list[Array]:
+        """The sum at each time; of a histogram, that of its sums and that of its counts."""
+        matching = [self._matching(sample, labels) for sample in samples_of(name)]
+        return [self._summed([values for _, values in columns]) for columns in matching]
 
     def level(self, name: str, **labels: str) -> Array:
-        """The sum of gauges at each time."""
-        return self._summed([values for _, values in self._matching(name, labels)])
+        return self.levels(name, **labels)[-1]
 
     def now(self, name: str, **labels: str) -> float:
         return float(self.level(name, **labels)[-1])
 
     def growth(self, name: str, **labels: str) -> Array:
         """How much counters grew since the first time, at each time."""
-        return self._summed([_growth(values) for _, values in self._matching(name, labels)])
+        matching = self._matching(samples_of(name)[-1], labels)
+        return self._summed([_growth(values) for _, values in matching])
 
     def grown(self, seconds: float, name: str, **labels: str) -> float:
         growth = self.growth(name, **labels)
         return float(growth[-1] - growth[self.index(seconds)])
 
-    def total(self, seconds: float, name: str, count: str, **labels: str) -> tuple[float, float]:
+    def total(self, seconds: float, name: str) -> tuple[float, float]:
         """The growth of a histogram's sum and count in the last `seconds`."""
-        sums, counts = self.sums(name, count, **labels)
         start = self.index(seconds)
-        return float(sums[-1] - sums[start]), float(counts[-1] - counts[start])
+        sums, counts = (float(grown[-1] - grown[start]) for grown in self.sums(name))
+        return sums, counts
 
-    def sums(self, name: str, count: str, **labels: str) -> tuple[Array, Array]:
-        """The growth of a sum that may fall, and of its count, which shows where both began
-        again."""
+    def sums(self, name: str, **labels: str) -> tuple[Array, Array]:
+        """The growth of a histogram's sum, which may fall, and of its count, which shows where both
+        began again."""
         sums, counts = [], []
-        for of, counted in self._matching(count, labels):
-            values = next((own for other, own in self._matching(name, of) if other == of), None)
+        sum_name, count_name = samples_of(name)
+        for of, counted in self._matching(count_name, labels):
+            values = next((own for other, own in self._named(sum_name) if other == of), None)
             if values is None:
                 continue
             steps, restarts = np.diff(values), np.diff(counted) < 0
@@ -85,8 +99,15 @@ class Curves:
         first = int(broken[-1]) + 1 if len(broken) else 0
         return float(self.times[-1] - self.times[first])
 
-    def _matching(self, name: str, labels: Mapping[str, str]) -> list[tuple[dict[str, str], Array]]:
-        return [one for one in self._named(name) if labels.items() <= one[0].items()]
+    def _named(self, sample: str) -> list[_Column]:
+        if sample not in self._numbers:
+            listed = self._columns.get(sample, ())
+            self._numbers[sample] = [(labels, np.nan_to_num(values)) for labels, values in listed]
+        return self._numbers[sample]
+
+    def _matching(self, sample: str, labels: Mapping[str, str]) -> list[_Column]:
+        wanted = {**self._of, **labels}.items()
+        return [column for column in self._named(sample) if wanted <= column[0].items()]
 
     def _summed(self, arrays: list[Array]) -> Array:
         return np.sum(arrays, axis=0) if arrays else np.zeros(len(self.times))
@@ -160,31 +181,67 @@ class Alarm(msgspec.Struct, frozen=True):
 
 
 class Situation(msgspec.Struct, frozen=True):
+    """What one rule looks at.
+
+    Args:
+        whole: the curves of the server.
+        curves: of the environment that the rule is asked about; of the server if it is of none.
+        rule: the name of the alarms that it finds.
+    """
+
+    whole: Curves
     curves: Curves
     facts: AlarmFacts
     config: AlarmsConfig
     active: frozenset[Key] = frozenset()
+    rule: str = ""
+    environment: str | None = None
+
+    def for_rule(self, rule: str, environment: str | None) -> Situation:
+        curves = self.whole if environment is None else self.whole.of(environment)
+        return msgspec.structs.replace(self, rule=rule, environment=environment, curves=curves)
+
+    def alarm(
+        self,
+        severity: Severity,
+        text: str,
+        link: str = "#/",
+        *,
+        held: float | None = None,
+        about: str = "",
+    ) -> Alarm:
+        """`held`: for how many seconds it has been so."""
+        since = 0.0 if held is None else float(self.whole.times[-1] - held)
+        return Alarm(self.rule, severity, text, self.environment, link, since, about)
 
     @property
     def seconds(self) -> float:
         return self.config.span_minutes * 60
 
-    def bound(self, name: str, about: str, threshold: float) -> float:
+    def bound(self, threshold: float, about: str = "") -> float:
         """Returns a threshold, which is lower while the alarm is active: it does not flap."""
-        return threshold * _EASE if (name, about) in self.active else threshold
+        key = (self.rule, about or self.environment or "")
+        return threshold * _EASE if key in self.active else threshold
 
-    def reward_range(self, environment: str) -> tuple[float, float]:
-        return self.facts.reward_ranges.get(environment, (0.0, 1.0))
+    @property
+    def reward_range(self) -> tuple[float, float]:
+        return self.facts.reward_ranges.get(self.environment or "", (0.0, 1.0))
 
     def grown(self, name: str, **labels: str) -> float:
         return self.curves.grown(self.seconds, name, **labels)
 
-    def ago(self, seconds: float) -> float:
-        return float(self.curves.times[-1] - seconds)
+    def grown_by(self, name: str, label: str, without: Container[str] = ()) -> dict[str, float]:
+        """Returns the growth by the values of a label."""
+        values = self.curves.values_of(name, label)
+        return {one: self.grown(name, **{label: one}) for one in values if one not in without}
 
     def recently(self) -> str:
-        known = float(self.curves.times[-1] - self.curves.times[0])
+        known = float(self.whole.times[-1] - self.whole.times[0])
         return f"in the last {duration(min(self.seconds, known))}"
+
+    def groups(self, **filters: str) -> str:
+        """Returns the link to the environment's groups."""
+        return f"#/groups?{urlencode({'environment': self.environment, **filters})}"
 
 
 def duration(seconds: float) -> str:
@@ -208,10 +265,6 @@ def short(text: str) -> str:
     """A message of another program as one bounded line."""
     line = " ".join(text.split())
     return line if len(line) <= _MOST_CHARACTERS else f"{line[: _MOST_CHARACTERS - 3]}..."
-
-
-def of_groups(environment: str, **filters: str) -> str:
-    return f"#/groups?{urlencode({'environment': environment, **filters})}"
 
 
 def without_credentials(url: str) -> str:

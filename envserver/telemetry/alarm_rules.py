@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from .alarm_facts import (
     Alarm,
     AlarmFacts,
     Array,
+    Severity,
     Situation,
     counted,
     duration,
-    of_groups,
     percent,
     short,
     without_credentials,
@@ -52,94 +52,102 @@ _WHOSE: Final = {
 }
 
 
-Rule = Callable[[Situation], Iterator[Alarm]]
+_NOT_ENDED: Final = ("lost", "stale")
+"""Values of the label `end` of rollouts without a result."""
+
+Find = Callable[[Situation], Iterable[Alarm]]
+
+
+class Rule(msgspec.Struct, frozen=True):
+    """Finds alarms of a name. `each`: it is asked about each environment of this measurement."""
+
+    name: str
+    find: Find
+    each: str | None
+
+    def __call__(self, at: Situation) -> Iterator[Alarm]:
+        environments = at.whole.values_of(self.each, "environment") if self.each else [None]
+        for environment in environments:
+            yield from self.find(at.for_rule(self.name, environment))
+
+
 RULES: Final[list[Rule]] = []
 
 
-def rule(find: Rule) -> Rule:
-    RULES.append(find)
-    return find
+def rule(*names: str, each: str | None = None) -> Callable[[Find], Find]:
+    """Adds a rule with its own name, or one for each of some names."""
+
+    def add(find: Find) -> Find:
+        RULES.extend(Rule(name, find, each) for name in names or [find.__name__])
+        return find
+
+    return add
 
 
-@rule
+@rule()
 def no_trainer(at: Situation) -> Iterator[Alarm]:
-    curves = at.curves
-    waiting = curves.level("envserver_groups", state="queued")
-    leased = curves.growth("envserver_leases_total", end="leased")
+    waiting = at.curves.level("groups", state="queued")
+    leased = at.curves.growth("leases", end="leased")
     idle = (waiting >= max(1, at.facts.groups_wanted)) & (leased == leased[-1])
-    seconds = curves.seconds_since(idle)
-    if not idle[-1] or seconds < 60 * at.config.no_trainer_minutes:
-        return
-    text = (
-        f"No trainer has leased for {duration(seconds)}, while "
-        f"{counted(waiting[-1], 'group')} wait."
-    )
-    yield Alarm("no_trainer", "warning", text, link="#/runs", since=at.ago(seconds))
-
-
-@rule
-def calls_paused(at: Situation) -> Iterator[Alarm]:
-    paused = at.curves.level("envserver_paused") > 0
-    seconds = at.curves.seconds_since(paused)
-    if not paused[-1] or seconds < 60 * at.config.paused_minutes:
-        return
-    held = at.curves.now("envserver_calls_waiting")
-    text = f"Model calls have been paused for {duration(seconds)}; {held:g} of them wait."
-    yield Alarm("calls_paused", "warning", text, link="#/engines", since=at.ago(seconds))
-
-
-@rule
-def rollouts_hang(at: Situation) -> Iterator[Alarm]:
-    curves = at.curves
-    if curves.now("envserver_paused"):
-        return
-    for environment in curves.values_of("envserver_rollouts_running", "environment"):
-        of = {"environment": environment}
-        running = curves.level("envserver_rollouts_running", **of)
-        ended = curves.growth("envserver_rollouts_total", **of)
-        failed = curves.growth("envserver_failed_attempts_total", **of)
-        still = (running > 0) & (ended == ended[-1]) & (failed == failed[-1])
-        seconds = curves.seconds_since(still)
-        took, count = curves.total(
-            float("inf"), "envserver_rollout_seconds_sum", "envserver_rollout_seconds_count", **of
-        )
-        usual = took / count if count else 0.0
-        limit = max(60 * at.config.no_rollout_minutes, _ROLLOUT_TIMES * usual)
-        # Before the first one has ended, it is unknown how long they take: are there calls?
-        if not count and curves.grown(limit, "envserver_engine_seconds_count"):
-            continue
-        if not still[-1] or seconds < limit:
-            continue
+    seconds = at.curves.seconds_since(idle)
+    if idle[-1] and seconds >= 60 * at.config.no_trainer_minutes:
         text = (
-            f"No rollout of {environment} has ended for {duration(seconds)}, while "
+            f"No trainer has leased for {duration(seconds)}, while "
+            f"{counted(waiting[-1], 'group')} wait."
+        )
+        yield at.alarm("warning", text, "#/runs", held=seconds)
+
+
+@rule()
+def calls_paused(at: Situation) -> Iterator[Alarm]:
+    paused = at.curves.level("paused") > 0
+    seconds = at.curves.seconds_since(paused)
+    if paused[-1] and seconds >= 60 * at.config.paused_minutes:
+        waiting = at.curves.now("calls_waiting")
+        text = f"Model calls have been paused for {duration(seconds)}; {waiting:g} of them wait."
+        yield at.alarm("warning", text, "#/engines", held=seconds)
+
+
+@rule(each="rollouts_running")
+def rollouts_hang(at: Situation) -> Iterator[Alarm]:
+    if at.whole.now("paused"):
+        return
+    running = at.curves.level("rollouts_running")
+    ended = at.curves.growth("rollouts")
+    failed = at.curves.growth("failed_attempts")
+    still = (running > 0) & (ended == ended[-1]) & (failed == failed[-1])
+    seconds = at.curves.seconds_since(still)
+    took, count = at.curves.total(float("inf"), "rollout_seconds")
+    usual = took / count if count else 0.0
+    limit = max(60 * at.config.no_rollout_minutes, _ROLLOUT_TIMES * usual)
+    # Before the first one has ended, it is unknown how long they take: are there calls?
+    if not count and at.whole.grown(limit, "engine_seconds"):
+        return
+    if still[-1] and seconds >= limit:
+        text = (
+            f"No rollout of {at.environment} has ended for {duration(seconds)}, while "
             f"{counted(running[-1], 'rollout')} run."
         )
-        yield Alarm("rollouts_hang", "critical", text, environment, "#/workers", at.ago(seconds))
+        yield at.alarm("critical", text, "#/workers", held=seconds)
 
 
-@rule
+@rule(each="rollouts")
 def rollouts_lost(at: Situation) -> Iterator[Alarm]:
-    for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
-        of = {"environment": environment}
-        ended = at.grown("envserver_rollouts_total", **of)
-        lost = at.grown("envserver_rollouts_total", end="lost", **of)
-        bound = at.bound("rollouts_lost", environment, at.config.lost_share)
-        if ended < at.config.fewest or lost < max(_FEWEST_LOST, bound * ended):
-            continue
-        kinds = [
-            (at.grown("envserver_failed_attempts_total", kind=kind, **of), kind)
-            for kind in at.curves.values_of("envserver_failed_attempts_total", "kind", **of)
-            if kind != "stale"
-        ]
-        count, kind = max(kinds, default=(0.0, ""))
-        why = f", most to {_whose(kind)} ({kind}, {counted(count, 'attempt')})" if count else ""
-        text = (
-            f"{percent(lost / ended)} of the rollouts of {environment} ({lost:g} of "
-            f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
-        )
-        yield Alarm(
-            "rollouts_lost", "critical", text, environment, f"#/failures?environment={environment}"
-        )
+    ended, lost = at.grown("rollouts"), at.grown("rollouts", end="lost")
+    bound = at.bound(at.config.lost_share)
+    if ended < at.config.fewest or lost < max(_FEWEST_LOST, bound * ended):
+        return
+    count, kind = _largest(at.grown_by("failed_attempts", "kind", without=("stale",)))
+    why = f", most to {_whose(kind)} ({kind}, {counted(count, 'attempt')})" if count else ""
+    text = (
+        f"{percent(lost / ended)} of the rollouts of {at.environment} ({lost:g} of "
+        f"{ended:g} {at.recently()}) were lost{why}{_words(at.facts, kind)}."
+    )
+    yield at.alarm("critical", text, f"#/failures?environment={at.environment}")
+
+
+def _largest(counts: dict[str, float]) -> tuple[float, str]:
+    return max(((count, name) for name, count in counts.items()), default=(0.0, ""))
 
 
 def _whose(kind: str) -> str:
@@ -151,73 +159,56 @@ def _words(facts: AlarmFacts, kind: str) -> str:
     return f": {words}" if words else ""
 
 
-@rule
+@rule(each="worker_deaths")
 def workers_die(at: Situation) -> Iterator[Alarm]:
-    for environment in at.curves.values_of("envserver_worker_deaths_total", "environment"):
-        of = {"environment": environment}
-        kinds = [
-            (at.grown("envserver_worker_deaths_total", kind=kind, **of), kind)
-            for kind in at.curves.values_of("envserver_worker_deaths_total", "kind", **of)
-        ]
-        # What the model's own code ended is no fault of ours: `rollouts_cut` reports it.
-        crashes = at.grown("envserver_rollouts_total", end="limit_crash", **of)
-        deaths = sum(count for count, _ in kinds) - crashes
-        ended = at.grown("envserver_rollouts_total", **of)
-        least = max(at.config.worker_deaths, at.config.lost_share * ended)
-        if deaths < at.bound("workers_die", environment, least):
-            continue
-        _, kind = max(kinds)
+    kinds = at.grown_by("worker_deaths", "kind")
+    # What the model's own code ended is no fault of ours: `rollouts_cut` reports it.
+    deaths = sum(kinds.values()) - at.grown("rollouts", end="limit_crash")
+    least = max(at.config.worker_deaths, at.config.lost_share * at.grown("rollouts"))
+    if deaths >= at.bound(least):
+        _, kind = _largest(kinds)
         text = (
-            f"{counted(deaths, 'worker')} of {environment} died {at.recently()} "
+            f"{counted(deaths, 'worker')} of {at.environment} died {at.recently()} "
             f"({kind}){_words(at.facts, kind)}."
         )
-        yield Alarm("workers_die", "critical", text, environment, "#/workers")
+        yield at.alarm("critical", text, "#/workers")
 
 
-@rule
+@rule()
 def rollouts_cut(at: Situation) -> Iterator[Alarm]:
     everything = cut = 0.0
-    for environment in at.curves.values_of("envserver_rollouts_total", "environment"):
-        of = {"environment": environment}
-        ends = {
-            end: at.grown("envserver_rollouts_total", end=end, **of)
-            for end in at.curves.values_of("envserver_rollouts_total", "end", **of)
-            if end not in ("lost", "stale")
-        }
+    for environment in at.whole.values_of("rollouts", "environment"):
+        of = at.for_rule(at.rule, environment)
+        ends = of.grown_by("rollouts", "end", without=_NOT_ENDED)
         ended = sum(ends.values())
         everything += ended
         at_limit = {end.removeprefix("limit_"): n for end, n in ends.items() if "limit_" in end}
         count = sum(at_limit.values())
-        bound = at.bound("rollouts_cut", environment, at.config.cut_share)
-        if ended < at.config.fewest or count < bound * ended:
+        if ended < at.config.fewest or count < of.bound(at.config.cut_share) * ended:
             continue
         limit = max(at_limit, key=lambda one: at_limit[one])
         cut += count
         text = (
             f"{percent(count / ended)} of the rollouts of {environment} ({count:g} of "
-            f"{ended:g} {at.recently()}) end at a limit, most at "
-            f"{_LIMITS.get(limit, limit)}."
+            f"{ended:g} {at.recently()}) end at a limit, most at {_LIMITS.get(limit, limit)}."
         )
-        yield Alarm("rollouts_cut", "warning", text, environment, of_groups(environment, end=limit))
-    answers = at.grown("envserver_flags_total", flag="truncated_length")
-    bound = at.bound("rollouts_cut", "answers", at.config.cut_share)
+        yield of.alarm("warning", text, of.groups(end=limit))
+    answers = at.grown("flags", flag="truncated_length")
+    bound = at.bound(at.config.cut_share, "answers")
     if not cut and everything >= at.config.fewest and answers >= bound * everything:
         text = (
             f"{percent(answers / everything)} of the rollouts ({answers:g} of "
             f"{everything:g} {at.recently()}) have an answer that is cut off at its limit of "
             "tokens (sampling.max_tokens)."
         )
-        yield Alarm(
-            "rollouts_cut", "warning", text, about="answers", link="#/groups?flag=truncated_length"
-        )
+        yield at.alarm("warning", text, "#/groups?flag=truncated_length", about="answers")
 
 
-@rule
+@rule()
 def conversations_split(at: Situation) -> Iterator[Alarm]:
-    ended = at.grown("envserver_rollouts_total")
-    split, flag = max((at.grown("envserver_flags_total", flag=flag), flag) for flag in _SPLIT)
-    bound = at.bound("conversations_split", "", at.config.split_share)
-    if ended < at.config.fewest or split < bound * ended:
+    ended = at.grown("rollouts")
+    split, flag = _largest({flag: at.grown("flags", flag=flag) for flag in _SPLIT})
+    if ended < at.config.fewest or split < at.bound(at.config.split_share) * ended:
         return
     first = at.facts.differs_at
     text = (
@@ -225,18 +216,15 @@ def conversations_split(at: Situation) -> Iterator[Alarm]:
         f"have a row for each call ({flag})"
         f"{f'; the engine first rendered otherwise at {short(first)}' if first else ''}."
     )
-    yield Alarm("conversations_split", "warning", text, link=f"#/groups?flag={flag}")
+    yield at.alarm("warning", text, f"#/groups?flag={flag}")
 
 
-@rule
+@rule()
 def stale_groups(at: Situation) -> Iterator[Alarm]:
-    made = at.grown("envserver_groups_delivered_total")
-    late = at.grown("envserver_groups_dropped_total", reason="stale")
-    waited = at.grown("envserver_store_events_total", event="stale_dropped")
-    groups, stale = made + late, late + waited
-    if groups < at.config.fewest or stale < at.bound("stale_groups", "", at.config.stale_share) * (
-        groups
-    ):
+    late = at.grown("groups_dropped", reason="stale")
+    waited = at.grown("store_events", event="stale_dropped")
+    groups, stale = at.grown("groups_delivered") + late, late + waited
+    if groups < at.config.fewest or stale < at.bound(at.config.stale_share) * groups:
         return
     cause = (
         "rollouts take too long for the trainer's versions"
@@ -246,113 +234,86 @@ def stale_groups(at: Situation) -> Iterator[Alarm]:
     text = (
         f"{counted(stale, 'group')} of {groups:g} were dropped as stale {at.recently()}: {cause}."
     )
-    yield Alarm("stale_groups", "warning", text, link="#/failures")
+    yield at.alarm("warning", text, "#/failures")
 
 
-@rule
+@rule()
 def engine_down(at: Situation) -> Iterator[Alarm]:
-    curves = at.curves
     reason = at.facts.broken.get("engine")
     if reason is not None:
         because = f": {short(reason).rstrip('.')}" if reason else ""
-        text = f"The engine does not answer{because}."
-        yield Alarm("engine_down", "critical", text, link="#/engines")
+        yield at.alarm("critical", f"The engine does not answer{because}.", "#/engines")
         return
-    replicas = curves.values_of("envserver_replica_breaker", "replica")
+    replicas = at.curves.values_of("replica_breaker", "replica")
     for replica in replicas:
-        state = curves.level("envserver_replica_breaker", replica=replica)
-        if state[-1] != _OPEN:
-            continue
-        text = (
-            f"The replica {without_credentials(replica)} of the engine is set aside after "
-            f"failures (1 of {len(replicas)})."
-        )
-        yield Alarm(
-            "engine_down",
-            "warning" if len(replicas) > 1 else "critical",
-            text,
-            about=replica,
-            link="#/engines",
-        )
+        if at.curves.now("replica_breaker", replica=replica) == _OPEN:
+            text = (
+                f"The replica {without_credentials(replica)} of the engine is set aside after "
+                f"failures (1 of {len(replicas)})."
+            )
+            severity: Severity = "warning" if len(replicas) > 1 else "critical"
+            yield at.alarm(severity, text, "#/engines", about=replica)
 
 
-@rule
+@rule()
 def engines_unused(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
-    if not curves.values_of("envserver_engines", "standing"):
+    if not curves.values_of("engines", "standing"):
         return
-    counts = {one: curves.now("envserver_engines", standing=one) for one in _UNUSED}
-    said = ", ".join(f"{count:g} {one}" for one, count in counts.items() if count)
-    none = _engines(at, _USED) == 0
+    counts = {one: curves.level("engines", standing=one) for one in (*_USED, *_UNUSED)}
+    listed = ", ".join(f"{counts[one][-1]:g} {one}" for one in _UNUSED if counts[one][-1])
+    none = ~np.any([counts[one] > 0 for one in _USED], axis=0)
     seconds = curves.seconds_since(none)
     if none[-1] and seconds >= _NO_ENGINE_SECONDS:
-        text = f"Calls wait, since no engine can be used: {said or 'none is registered'}."
-        yield Alarm("engines_unused", "critical", text, link="#/engines", since=at.ago(seconds))
+        text = f"Calls wait, since no engine can be used: {listed or 'none is registered'}."
+        yield at.alarm("critical", text, "#/engines", held=seconds)
         return
-    seconds = curves.seconds_since(_engines(at, _UNUSED) > 0)
-    if said and seconds >= 60 * at.config.unused_engine_minutes:
-        text = f"Engines have got no calls for {duration(seconds)}: {said}."
-        yield Alarm("engines_unused", "warning", text, link="#/engines", since=at.ago(seconds))
+    seconds = curves.seconds_since(np.any([counts[one] > 0 for one in _UNUSED], axis=0))
+    if listed and seconds >= 60 * at.config.unused_engine_minutes:
+        text = f"Engines have got no calls for {duration(seconds)}: {listed}."
+        yield at.alarm("warning", text, "#/engines", held=seconds)
 
 
-def _engines(at: Situation, standings: Sequence[str]) -> NDArray[np.float64]:
-    levels = [at.curves.level("envserver_engines", standing=one) for one in standings]
-    total: NDArray[np.float64] = np.asarray(levels, dtype=np.float64).sum(axis=0)
-    return total
-
-
-@rule
+@rule()
 def old_weights(at: Situation) -> Iterator[Alarm]:
-    lost = at.grown("envserver_flags_total", flag="weights_lost")
-    if not lost:
-        return
-    version = int(at.curves.now("envserver_policy_version"))
-    text = (
-        f"The engine serves older weights than those of version {version}, which were "
-        f"published: it was restarted. {counted(lost, 'rollout')} {at.recently()} are not "
-        "delivered."
-    )
-    yield Alarm("old_weights", "critical", text, link="#/groups?flag=weights_lost")
-
-
-@rule
-def runners_silent(at: Situation) -> Iterator[Alarm]:
-    for environment in at.curves.values_of("envserver_joined_environments", "environment"):
-        silent = at.curves.now(
-            "envserver_joined_environments", environment=environment, standing="silent"
+    if lost := at.grown("flags", flag="weights_lost"):
+        version = int(at.curves.now("policy_version"))
+        text = (
+            f"The engine serves older weights than those of version {version}, which were "
+            f"published: it was restarted. {counted(lost, 'rollout')} {at.recently()} are not "
+            "delivered."
         )
-        if silent:
-            where = "another machine is" if silent == 1 else "other machines are"
-            text = f"{counted(silent, 'runner')} of {environment} on {where} silent."
-            yield Alarm("runners_silent", "warning", text, environment, "#/workers")
+        yield at.alarm("critical", text, "#/groups?flag=weights_lost")
 
 
-@rule
+@rule(each="joined_environments")
+def runners_silent(at: Situation) -> Iterator[Alarm]:
+    if silent := at.curves.now("joined_environments", standing="silent"):
+        where = "another machine is" if silent == 1 else "other machines are"
+        text = f"{counted(silent, 'runner')} of {at.environment} on {where} silent."
+        yield at.alarm("warning", text, "#/workers")
+
+
+@rule()
 def disk_full(at: Situation) -> Iterator[Alarm]:
     free = at.facts.disk_free_bytes
     left = "" if free is None else f" {free / _GB:.1f} GB are left."
     if "disk" in at.facts.broken:
-        text = f"The disk of the store is full: new groups are refused.{left}"
-        yield Alarm("disk_full", "critical", text)
+        yield at.alarm("critical", f"The disk of the store is full: new groups are refused.{left}")
     elif free is not None and free < at.config.disk_free_gb * _GB:
-        text = f"The disk of the store fills up.{left}"
-        yield Alarm("disk_full", "warning", text)
+        yield at.alarm("warning", f"The disk of the store fills up.{left}")
 
 
-@rule
+@rule()
 def store_slow(at: Situation) -> Iterator[Alarm]:
-    took, commits = at.curves.total(
-        at.seconds, "envserver_store_commit_seconds_sum", "envserver_store_commit_seconds_count"
-    )
-    bound = at.bound("store_slow", "", at.config.store_seconds)
-    if commits < _FEWEST_COMMITS or took / commits < bound:
-        return
-    waiting = at.curves.now("envserver_store_waiting")
-    text = (
-        f"A commit of the store takes {took / commits:.1f} seconds "
-        f"({counted(commits, 'commit')} {at.recently()}); {waiting:g} operations wait."
-    )
-    yield Alarm("store_slow", "warning", text)
+    took, commits = at.curves.total(at.seconds, "store_commit_seconds")
+    if commits >= _FEWEST_COMMITS and took / commits >= at.bound(at.config.store_seconds):
+        waiting = at.curves.now("store_waiting")
+        text = (
+            f"A commit of the store takes {took / commits:.1f} seconds "
+            f"({counted(commits, 'commit')} {at.recently()}); {waiting:g} operations wait."
+        )
+        yield at.alarm("warning", text)
 
 
 _LEAST_FALL: Final = 0.15
@@ -366,41 +327,27 @@ _ALWAYS: Final = 0.98
 _DIFFERING: Final = 0.05
 
 
-@rule
+@rule(each="reward")
 def reward_fell(at: Situation) -> Iterator[Alarm]:
     """The split of the last hours with the largest fall of the mean reward, if that is not chance.
     The standard error takes each group as one draw, with the largest deviation that the range
     allows.
     """
-    curves = at.curves
-    for environment in curves.values_of("envserver_reward_count", "environment"):
-        of = {"environment": environment}
-        low, high = at.reward_range(environment)
-        groups = curves.growth("envserver_groups_delivered_total", **of)
-        for agent in curves.values_of("envserver_reward_count", "agent", **of):
-            sums, counts = curves.sums(
-                "envserver_reward_sum", "envserver_reward_count", agent=agent, **of
-            )
-            about = f"{environment}/{agent}" if agent else environment
-            bound = at.bound("reward_fell", about, 1.0)
-            found = _fall(sums, counts, groups, high - low, at.config.fewest, bound)
-            if found is None:
-                continue
-            split, before, after = found
-            version = int(curves.level("envserver_policy_version")[split + 1])
-            ago = duration(float(curves.times[-1] - curves.times[split]))
-            since = f"since version {version}" if version >= 0 else f"in the last {ago}"
-            whose = f"{environment} ({agent})" if agent else environment
-            text = f"The reward of {whose} fell from {before:.2f} to {after:.2f} {since}."
-            yield Alarm(
-                "reward_fell",
-                "critical",
-                text,
-                environment,
-                of_groups(environment, order="newest"),
-                float(curves.times[split]),
-                about,
-            )
+    low, high = at.reward_range
+    groups, times = at.curves.growth("groups_delivered"), at.curves.times
+    for agent in at.curves.values_of("reward", "agent"):
+        sums, counts = at.curves.sums("reward", agent=agent)
+        about = f"{at.environment}/{agent}" if agent else ""
+        found = _fall(sums, counts, groups, high - low, at.config.fewest, at.bound(1.0, about))
+        if found is None:
+            continue
+        split, before, after = found
+        version = int(at.whole.level("policy_version")[split + 1])
+        seconds = float(times[-1] - times[split])
+        since = f"since version {version}" if version >= 0 else f"in the last {duration(seconds)}"
+        whose = f"{at.environment} ({agent})" if agent else at.environment
+        text = f"The reward of {whose} fell from {before:.2f} to {after:.2f} {since}."
+        yield at.alarm("critical", text, at.groups(order="newest"), held=seconds, about=about)
 
 
 def _fall(
@@ -432,150 +379,114 @@ def _fall(
     return int(inside[best]), float(before[best]), float(after[best])
 
 
-@rule
+@rule(each="tokens")
 def longer_answers(at: Situation) -> Iterator[Alarm]:
     """Tokens per rollout grow from quarter to quarter of the last hours, the reward does not."""
     curves = at.curves
-    for environment in curves.values_of("envserver_tokens_total", "environment"):
-        of = {"environment": environment}
-        ended = sum(
-            curves.growth("envserver_rollouts_total", end=end, **of)
-            for end in curves.values_of("envserver_rollouts_total", "end", **of)
-            if end not in ("lost", "stale")
-        )
-        if np.max(ended) < _QUARTERS * _ROLLOUTS_IN_A_GROUP * at.config.fewest:
-            continue
-        assert isinstance(ended, np.ndarray)
-        tokens = curves.growth("envserver_tokens_total", kind="completion", **of)
-        places = np.searchsorted(ended, ended[-1] * np.linspace(0, 1, _QUARTERS + 1))
-        # Of several times without an end between them the last one counts at the beginning.
-        places[0] = np.searchsorted(ended, 0, side="right") - 1
-        if len(set(places.tolist())) <= _QUARTERS:
-            continue
-        lengths = np.diff(tokens[places]) / np.diff(ended[places])
-        sums, counts = curves.sums("envserver_reward_sum", "envserver_reward_count", **of)
-        rewarded = np.diff(counts[places])
-        if not rewarded[0] or not rewarded[-1] or np.any(lengths[1:] < 0.95 * lengths[:-1]):
-            continue
-        rewards = np.diff(sums[places])[[0, -1]] / rewarded[[0, -1]]
-        low, high = at.reward_range(environment)
-        width = high - low if math.isfinite(high - low) else max(1.0, abs(rewards[0]))
-        growth = 1 + at.bound("longer_answers", environment, _GROWTH - 1)
-        if lengths[-1] < growth * lengths[0] or rewards[1] - rewards[0] > _SAME_REWARD * width:
-            continue
+    ended = np.zeros(len(curves.times))
+    for end in curves.values_of("rollouts", "end"):
+        if end not in _NOT_ENDED:
+            ended += curves.growth("rollouts", end=end)
+    if ended[-1] < _QUARTERS * _ROLLOUTS_IN_A_GROUP * at.config.fewest:
+        return
+    tokens = curves.growth("tokens", kind="completion")
+    places = np.searchsorted(ended, ended[-1] * np.linspace(0, 1, _QUARTERS + 1))
+    # Of several times without an end between them the last one counts at the beginning.
+    places[0] = np.searchsorted(ended, 0, side="right") - 1
+    if len(set(places.tolist())) <= _QUARTERS:
+        return
+    lengths = np.diff(tokens[places]) / np.diff(ended[places])
+    sums, counts = curves.sums("reward")
+    rewarded = np.diff(counts[places])
+    if not rewarded[0] or not rewarded[-1] or np.any(lengths[1:] < 0.95 * lengths[:-1]):
+        return
+    rewards = np.diff(sums[places])[[0, -1]] / rewarded[[0, -1]]
+    low, high = at.reward_range
+    width = high - low if math.isfinite(high - low) else max(1.0, abs(rewards[0]))
+    growth = 1 + at.bound(_GROWTH - 1)
+    if lengths[-1] >= growth * lengths[0] and rewards[1] - rewards[0] <= _SAME_REWARD * width:
         text = (
-            f"The answers of {environment} grow longer, from {lengths[0]:,.0f} to "
+            f"The answers of {at.environment} grow longer, from {lengths[0]:,.0f} to "
             f"{lengths[-1]:,.0f} tokens a rollout, while its reward does not: "
             f"{rewards[0]:.2f}, then {rewards[1]:.2f}."
         )
-        yield Alarm(
-            "longer_answers", "warning", text, environment, of_groups(environment, order="longest")
-        )
+        yield at.alarm("warning", text, at.groups(order="longest"))
 
 
-@rule
-def alike_groups(at: Situation) -> Iterator[Alarm]:
-    for environment in at.curves.values_of("envserver_groups_delivered_total", "environment"):
-        of = {"environment": environment}
-        groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
-            "envserver_groups_dropped_total", reason="zero_variance", **of
-        )
-        if groups < at.config.fewest:
-            continue
-        share = {
-            alike: at.grown("envserver_groups_alike_total", alike=alike, **of) / groups
-            for alike in ("lowest", "highest", "answers")
-        }
-        share["rewards"] = at.grown("envserver_groups_equal_total", **of) / groups
-        at_bound = [
-            _always(at, environment, bound, groups)
-            for bound in ("lowest", "highest")
-            if share[bound] >= at.bound(f"reward_always_{bound}", environment, _ALWAYS)
-        ]
-        yield from at_bound
-        equal, same = at.config.equal_share, at.config.same_share
-        if not at_bound and share["rewards"] >= at.bound("equal_rewards", environment, equal):
-            text = (
-                f"In {percent(share['rewards'])} of the groups of {environment} "
-                f"({counted(groups, 'group')} {at.recently()}) all rewards are equal: there "
-                "is nothing to learn."
-            )
-            yield Alarm(
-                "equal_rewards",
-                "warning",
-                text,
-                environment,
-                of_groups(environment, order="newest"),
-            )
-        if share["answers"] >= at.bound("same_answers", environment, same):
-            text = (
-                f"In {percent(share['answers'])} of the groups of {environment} "
-                f"({counted(groups, 'group')} {at.recently()}) all rollouts say the same: is "
-                "the temperature 0, or has the policy collapsed?"
-            )
-            yield Alarm(
-                "same_answers", "warning", text, environment, of_groups(environment, order="newest")
-            )
+def _share_of_groups(at: Situation, alike: float) -> tuple[float, str]:
+    """Returns which share of the recent groups `alike` is (0 of few groups), and the groups in
+    words."""
+    equal = at.grown("groups_dropped", reason="zero_variance")
+    groups = at.grown("groups_delivered") + equal
+    share = alike / groups if groups >= at.config.fewest else 0.0
+    return share, f"({counted(groups, 'group')} {at.recently()})"
 
 
-def _always(at: Situation, environment: str, bound: str, groups: float) -> Alarm:
-    low, high = at.reward_range(environment)
-    value = low if bound == "lowest" else high
-    why = (
-        "the environment is broken, or its tasks are too hard"
+@rule("reward_always_lowest", "reward_always_highest", each="groups_delivered")
+def reward_always(at: Situation) -> Iterator[Alarm]:
+    bound = at.rule.removeprefix("reward_always_")
+    share, groups = _share_of_groups(at, at.grown("groups_alike", alike=bound))
+    if share < at.bound(_ALWAYS):
+        return
+    low, high = at.reward_range
+    severity: Severity
+    severity, value, why = (
+        ("critical", low, "the environment is broken, or its tasks are too hard")
         if bound == "lowest"
-        else "its tasks are too easy, or the reward is cheated"
+        else ("warning", high, "its tasks are too easy, or the reward is cheated")
     )
-    text = (
-        f"The reward of {environment} is always {value:g} "
-        f"({counted(groups, 'group')} {at.recently()}): {why}."
-    )
-    return Alarm(
-        f"reward_always_{bound}",
-        "critical" if bound == "lowest" else "warning",
-        text,
-        environment,
-        of_groups(environment, order="newest"),
-    )
+    text = f"The reward of {at.environment} is always {value:g} {groups}: {why}."
+    yield at.alarm(severity, text, at.groups(order="newest"))
 
 
-@rule
-def untrained_tokens(at: Situation) -> Iterator[Alarm]:
-    for environment in at.curves.values_of("envserver_untrained_share", "environment"):
-        of = {"environment": environment}
-        groups = at.grown("envserver_groups_delivered_total", **of) + at.grown(
-            "envserver_groups_dropped_total", **of
-        )
-        share = at.curves.now("envserver_untrained_share", **of)
-        bound = at.bound("untrained_tokens", environment, at.config.untrained_share)
-        if groups < at.config.fewest or share < bound:
-            continue
-        flags = at.curves.values_of("envserver_untrained_tokens_total", "flag", **of)
-        most = max(
-            flags,
-            key=lambda flag: at.grown("envserver_untrained_tokens_total", flag=flag, **of),
-            default="",
-        )
-        text = (
-            f"{percent(share)} of the sampled tokens of {environment} are not trained"
-            f"{f', most because of {most}' if most else ''}."
-        )
-        yield Alarm(
-            "untrained_tokens",
-            "warning",
-            text,
-            environment,
-            of_groups(environment, **({"flag": most} if most else {})),
-        )
-
-
-@rule
-def logprobs_differ(at: Situation) -> Iterator[Alarm]:
-    rows, differing = at.facts.audited, at.facts.differing
-    if rows < at.config.fewest or differing < at.bound("logprobs_differ", "", _DIFFERING) * rows:
+@rule(each="groups_delivered")
+def equal_rewards(at: Situation) -> Iterator[Alarm]:
+    """Rewards that are always at a bound have an alarm of their own."""
+    share, groups = _share_of_groups(at, at.grown("groups_equal"))
+    if share < at.bound(at.config.equal_share) or any(
+        [*reward_always(at.for_rule(f"reward_always_{bound}", at.environment))]
+        for bound in ("lowest", "highest")
+    ):
         return
     text = (
-        f"The logprobs of {percent(differing / rows)} of the audited rows ({differing} of "
-        f"{rows}) differ from what the engine computes again."
+        f"In {percent(share)} of the groups of {at.environment} {groups} all rewards are equal: "
+        "there is nothing to learn."
     )
-    yield Alarm("logprobs_differ", "critical", text, link="#/engines")
+    yield at.alarm("warning", text, at.groups(order="newest"))
+
+
+@rule(each="groups_delivered")
+def same_answers(at: Situation) -> Iterator[Alarm]:
+    share, groups = _share_of_groups(at, at.grown("groups_alike", alike="answers"))
+    if share >= at.bound(at.config.same_share):
+        text = (
+            f"In {percent(share)} of the groups of {at.environment} {groups} all rollouts say the "
+            "same: is the temperature 0, or has the policy collapsed?"
+        )
+        yield at.alarm("warning", text, at.groups(order="newest"))
+
+
+@rule(each="untrained_share")
+def untrained_tokens(at: Situation) -> Iterator[Alarm]:
+    groups = at.grown("groups_delivered") + at.grown("groups_dropped")
+    share = at.curves.now("untrained_share")
+    if groups < at.config.fewest or share < at.bound(at.config.untrained_share):
+        return
+    flags = at.grown_by("untrained_tokens", "flag")
+    most = max(flags, key=lambda flag: flags[flag], default="")
+    text = (
+        f"{percent(share)} of the sampled tokens of {at.environment} are not trained"
+        f"{f', most because of {most}' if most else ''}."
+    )
+    yield at.alarm("warning", text, at.groups(**({"flag": most} if most else {})))
+
+
+@rule()
+def logprobs_differ(at: Situation) -> Iterator[Alarm]:
+    rows, differing = at.facts.audited, at.facts.differing
+    if rows >= at.config.fewest and differing >= at.bound(_DIFFERING) * rows:
+        text = (
+            f"The logprobs of {percent(differing / rows)} of the audited rows ({differing} of "
+            f"{rows}) differ from what the engine computes again."
+        )
+        yield at.alarm("critical", text, "#/engines")

@@ -14,10 +14,7 @@ import structlog
 from .alarm_facts import Alarm, Key, Situation
 from .alarm_rules import RULES
 
-NAMES: Final = (
-    *(rule.__name__ for rule in RULES if rule.__name__ != "alike_groups"),
-    *("equal_rewards", "reward_always_lowest", "reward_always_highest", "same_answers"),
-)
+NAMES: Final = tuple(rule.name for rule in RULES)
 
 
 def findings(at: Situation, failed: set[str]) -> list[Alarm]:
@@ -29,9 +26,9 @@ def findings(at: Situation, failed: set[str]) -> list[Alarm]:
         try:
             found += rule(at)
         except Exception as error:  # noqa: BLE001 (a bug of one rule)
-            if rule.__name__ not in failed:
-                failed.add(rule.__name__)
-                _log.error("alarm_rule_failed", rule=rule.__name__, error=repr(error))
+            if rule.name not in failed:
+                failed.add(rule.name)
+                _log.error("alarm_rule_failed", rule=rule.name, error=repr(error))
     return [one for one in found if one.name not in at.config.off]
 
 

@@ -14,31 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client.core import Metric
 
+from .measures import KEPT
+
 MOST_NAMES: Final = 2000
-KEPT: Final = frozenset(
-    f"envserver_{name}"
-    for name in (
-        *("rollouts_total", "failed_attempts_total", "reward_sum", "reward_count"),
-        *("group_deviation_sum", "group_deviation_count", "groups_equal_total"),
-        *("rollout_turns_sum", "rollout_turns_count", "stored_groups_total"),
-        *("stored_equal_groups_total", "stored_tokens_total"),
-        *("stored_reward_sum", "stored_reward_count"),
-        *("rollout_seconds_sum", "rollout_seconds_count", "tokens_total", "tokens_cost_total"),
-        *("flags_total", "untrained_share", "groups_delivered_total", "groups_dropped_total"),
-        *("tasks_solved_share", "policy_version", "engine_seconds_sum", "engine_seconds_count"),
-        *("engine_errors_total", "engine_calls", "calls_at_engine", "calls_waiting", "paused"),
-        *("replica_calls", "replica_limit", "replica_waiting", "replica_breaker"),
-        *("replica_standing", "replica_version", "engines"),
-        *("workers", "rollouts_running", "worker_deaths_total", "sandboxes", "groups"),
-        *("queue_depth", "leases_total", "nacks_total", "staleness_versions_sum"),
-        *("staleness_versions_count", "store_waiting", "joined_environments"),
-        *("joined_open_groups", "loop_lag_p99_seconds", "part_ready", "groups_alike_total"),
-        *("untrained_tokens_total", "store_events_total", "store_commit_seconds_sum"),
-        "store_commit_seconds_count",
-        *("children_resident_bytes", "followers"),
-    )
-) | {"process_resident_memory_bytes", "process_cpu_seconds_total"}
-"""Names of the samples that are kept; see docs/observing.md."""
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -46,6 +24,10 @@ class Name(msgspec.Struct, frozen=True):
 
     name: str
     labels: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, name: str, labels: Mapping[str, str]) -> Name:
+        return cls(name, tuple(sorted(labels.items())))
 
 
 Numbers = Mapping[Name, float]
@@ -55,7 +37,7 @@ Row = tuple[float, Numbers]
 
 def numbers_of(families: Iterable[Metric]) -> dict[Name, float]:
     return {
-        Name(sample.name, tuple(sorted(sample.labels.items()))): float(sample.value)
+        Name.of(sample.name, sample.labels): float(sample.value)
         for family in families
         for sample in family.samples
         if sample.name in KEPT

@@ -1,4 +1,4 @@
-"""Counters and distributions that the server's parts keep for `/metrics`, as Prometheus families.
+"""Counters and distributions that the server's parts keep; `measures.py` says what each measures.
 Each is owned by the part that counts and written on its event loop only: no lock, and a fraction of
 a microsecond for each update.
 """
@@ -6,16 +6,7 @@ a microsecond for each update.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, TypeVar
-
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from typing import Final
 
 SECONDS: Final = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -26,6 +17,7 @@ SHORT_SECONDS: Final = (
 )  # fmt: skip
 OTHER: Final = "other"
 """The label value used once a label has too many values."""
+Labels = tuple[str, ...]
 
 
 class Distribution:
@@ -59,105 +51,29 @@ class Distribution:
         return None
 
 
-class Labelled:
+class Labelled(dict[Labels, Distribution]):
     """A Distribution for each of at most `most` label combinations; later ones count as `other`."""
 
     def __init__(self, bounds: tuple[float, ...], most: int = 200) -> None:
         self._bounds = bounds
         self._most = most
-        self._by_labels: dict[tuple[str, ...], Distribution] = {}
 
-    def add(self, labels: tuple[str, ...], value: float) -> None:
-        found = self._by_labels.get(labels)
+    def add(self, labels: Labels, value: float) -> None:
+        found = self.get(labels)
         if found is None:
-            if len(self._by_labels) >= self._most:
+            if len(self) >= self._most:
                 labels = (OTHER,) * len(labels)
-            found = self._by_labels.setdefault(labels, Distribution(self._bounds))
+            found = self.setdefault(labels, Distribution(self._bounds))
         found.add(value)
 
-    def __iter__(self) -> Iterator[tuple[tuple[str, ...], Distribution]]:
-        return iter(sorted(self._by_labels.items()))
 
-
-class Counts:
+class Counts(dict[Labels, float]):
     """A count for each label combination, limited like `Labelled`."""
 
     def __init__(self, most: int = 500) -> None:
         self._most = most
-        self._by_labels: dict[tuple[str, ...], float] = {}
 
-    def add(self, labels: tuple[str, ...], count: float = 1) -> None:
-        if labels not in self._by_labels and len(self._by_labels) >= self._most:
+    def add(self, labels: Labels, count: float = 1) -> None:
+        if labels not in self and len(self) >= self._most:
             labels = (OTHER,) * len(labels)
-        self._by_labels[labels] = self._by_labels.get(labels, 0) + count
-
-    def __iter__(self) -> Iterator[tuple[tuple[str, ...], float]]:
-        return iter(sorted(self._by_labels.items()))
-
-
-Labels = tuple[str, ...]
-T = TypeVar("T")
-
-
-def counter(
-    name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]
-) -> Metric:
-    """Its samples end in `_total`."""
-    family = CounterMetricFamily(name, words, labels=labels)
-    for of, value in values:
-        family.add_metric(of, value)
-    return family
-
-
-def gauge(name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, float]]) -> Metric:
-    family = GaugeMetricFamily(name, words, labels=labels)
-    for of, value in values:
-        family.add_metric(of, value)
-    return family
-
-
-def histogram(
-    name: str, words: str, labels: Labels, values: Iterable[tuple[Labels, Distribution]]
-) -> Metric:
-    """Its samples end in `_bucket`, `_sum`, `_count`."""
-    family = HistogramMetricFamily(name, words, labels=labels)
-    for of, one in values:
-        family.add_metric(of, _buckets(one), one.total)
-    return family
-
-
-def level(name: str, words: str, value: float) -> Metric:
-    """A gauge without labels."""
-    return gauge(name, words, (), single(value))
-
-
-def of_each(
-    make: Callable[[str, str, Labels, list[tuple[Labels, float]]], Metric],
-    name: str,
-    words: str,
-    label: str,
-    items: Iterable[tuple[str, T]],
-    value: Callable[[T], float],
-) -> Metric:
-    """A counter or a gauge with a value of each of the items, by their name as the label."""
-    return make(name, words, (label,), [((key,), float(value(one))) for key, one in items])
-
-
-def single(value: float) -> list[tuple[Labels, float]]:
-    return [((), value)]
-
-
-def by_key(values: Mapping[str, float]) -> list[tuple[Labels, float]]:
-    return [((key,), value) for key, value in sorted(values.items())]
-
-
-def info(name: str, words: str, facts: dict[str, str]) -> Metric:
-    return InfoMetricFamily(name, words, value=facts)
-
-
-def _buckets(one: Distribution) -> list[tuple[str, float]]:
-    buckets, below = [], 0
-    for bound, count in zip((*one.bounds, float("inf")), one.counts, strict=True):
-        below += count
-        buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), float(below)))
-    return buckets
+        self[labels] = self.get(labels, 0) + count

@@ -23,7 +23,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace import Tracer as ApiTracer
 
 from ..version import __version__
-from .tracing import Attributes, Span
+from .tracing import Attributes, Span, Tracer
 
 _NANOSECONDS = 1_000_000_000
 _SEND_SECONDS = 5
@@ -52,7 +52,7 @@ def _address(endpoint: str) -> str:
     return address if address.endswith("/v1/traces") else f"{address}/v1/traces"
 
 
-class OtelTracer:
+class OtelTracer(Tracer):
     def __init__(self, tracer: ApiTracer, texts: bool) -> None:
         self._tracer = tracer
         self._texts = texts
@@ -63,19 +63,14 @@ class OtelTracer:
             yield _OtelSpan(self._tracer, span, self._texts)
 
 
-class _OtelSpan:
+class _OtelSpan(Span):
     def __init__(self, tracer: ApiTracer, span: ApiSpan, texts: bool) -> None:
         self._tracer = tracer
         self._span = span
         self.texts = texts
-
-    @property
-    def traceparent(self) -> str:
-        of = self._span.get_span_context()
-        return (
-            f"00-{format_trace_id(of.trace_id)}-{format_span_id(of.span_id)}"
-            f"-{int(of.trace_flags):02x}"
-        )
+        of = span.get_span_context()
+        ids = f"{format_trace_id(of.trace_id)}-{format_span_id(of.span_id)}"
+        self.traceparent = f"00-{ids}-{int(of.trace_flags):02x}"
 
     @contextmanager
     def child(self, name: str, attributes: Attributes, *, client: bool = False) -> Iterator[Span]:

@@ -9,48 +9,32 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Self
 
 import structlog
 from envserver_records.waiting import cancel_and_wait
-from prometheus_client import ProcessCollector
-from prometheus_client.core import Metric
 
-from .numbers import SHORT_SECONDS, Distribution, level
+from .measures import Reading
+from .numbers import SHORT_SECONDS, Distribution
 
 _MOST_CHILDREN: Final = 4096
 
 
-class Resources:
-    """This process under `prometheus_client`'s names; its descendants as sums."""
+async def resource_numbers() -> Reading:
+    """Returns the numbers of this process and its descendants; `/proc` is read in a thread."""
+    return await asyncio.to_thread(_read)
 
-    def __init__(self) -> None:
-        self._own = ProcessCollector(registry=None)
 
-    async def families(self) -> Iterable[Metric]:
-        """`/proc` is read in a thread."""
-        return await asyncio.to_thread(self._read)
-
-    def _read(self) -> list[Metric]:
-        count, rss_bytes, cpu_seconds = _descendants()
-        threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc").is_dir() else 0
-        return [
-            *self._own.collect(),
-            level("envserver_threads", "Threads of the server's process", threads),
-            level("envserver_children", "Processes below the server's", count),
-            level(
-                "envserver_children_resident_bytes",
-                "Resident memory of the child processes",
-                rss_bytes,
-            ),
-            level(
-                "envserver_children_cpu_seconds",
-                "CPU time of those that live, together; falls when one ends",
-                cpu_seconds,
-            ),
-        ]
+def _read() -> Reading:
+    count, rss_bytes, cpu_seconds = _descendants()
+    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc").is_dir() else 0
+    return {
+        "threads": threads,
+        "children": count,
+        "children_resident_bytes": rss_bytes,
+        "children_cpu_seconds": cpu_seconds,
+    }
 
 
 def _descendants() -> tuple[int, int, float]:

@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import takewhile
-from typing import Any, Final, Protocol
+from itertools import accumulate, takewhile
+from typing import Any, Final
 
 from envserver_records.records import Message, text_of
 
@@ -21,57 +21,41 @@ from .redaction import redacted
 Attributes = Mapping[str, Any]
 
 
-class Span(Protocol):
-    @property
-    def traceparent(self) -> str:
-        """The W3C header that identifies the span to other servers; "" if nothing is traced."""
+class Span:
+    """A span that does nothing; those of a collector are subclasses."""
 
-    @property
-    def texts(self) -> bool: ...
+    traceparent = ""
+    """The W3C header that identifies the span to other servers; "" if nothing is traced."""
+    texts = False
 
-    def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
+    def child(
+        self, name: str, attributes: Attributes, *, client: bool = False
+    ) -> AbstractContextManager[Span]:
         """Opens a child span for a block; an error that leaves the block marks it as failed.
         `attributes` must hold no secrets; prompts and answers only with `texts`. `client`: it
         covers a request to another server.
         """
-
-    def note(self, attributes: Attributes) -> None: ...
-
-    def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
-        """Adds a finished child; times are seconds since the epoch."""
-
-
-_Opened = AbstractContextManager[Span]
-Root = tuple[Attributes, Span]
-"""A root span, and the attributes that it began with."""
-
-
-class Tracer(Protocol):
-    def trace(self, name: str, attributes: Attributes) -> _Opened: ...
-
-
-class _NoSpan:
-    traceparent = ""
-    texts = False
-
-    def child(self, name: str, attributes: Attributes, *, client: bool = False) -> _Opened:
         return _NOTHING
 
     def note(self, attributes: Attributes) -> None:
         pass
 
     def past(self, name: str, attributes: Attributes, started_at: float, ended_at: float) -> None:
-        pass
+        """Adds a finished child; times are seconds since the epoch."""
 
 
-class _NoTracer:
-    def trace(self, name: str, attributes: Attributes) -> _Opened:
+class Tracer:
+    """A tracer that does nothing."""
+
+    def trace(self, name: str, attributes: Attributes) -> AbstractContextManager[Span]:
         return _NOTHING
 
 
-NO_SPAN: Span = _NoSpan()
-NO_TRACER: Tracer = _NoTracer()
-_NOTHING: _Opened = nullcontext(NO_SPAN)
+Root = tuple[Attributes, Span]
+"""A root span, and the attributes that it began with."""
+NO_SPAN: Final = Span()
+NO_TRACER: Final = Tracer()
+_NOTHING: Final = nullcontext(NO_SPAN)
 
 _current: ContextVar[Span] = ContextVar("envserver_span", default=NO_SPAN)
 _roots: ContextVar[list[Root] | None] = ContextVar("envserver_roots", default=None)
@@ -82,7 +66,7 @@ def current() -> Span:
 
 
 @contextmanager
-def within(opened: _Opened) -> Iterator[Span]:
+def within(opened: AbstractContextManager[Span]) -> Iterator[Span]:
     """Makes a span the current one for this task and the tasks that it starts."""
     with opened as span:
         token = _current.set(span)
@@ -113,7 +97,6 @@ def gathered() -> Iterator[list[Root]]:
 
 
 Json = dict[str, Any]
-SpanAttributes = dict[str, Any]
 
 MOST_CHARACTERS: Final = 32_768
 """Maximum characters of one attribute; of a longer conversation the oldest messages are left out.
@@ -131,7 +114,7 @@ _REASONS: Final = {
 }
 
 
-def agent_span(name: str, rollout_id: str) -> SpanAttributes:
+def agent_span(name: str, rollout_id: str) -> Json:
     """A rollout is one conversation."""
     return {
         "gen_ai.operation.name": "invoke_agent",
@@ -142,7 +125,7 @@ def agent_span(name: str, rollout_id: str) -> SpanAttributes:
 
 def chat_span(
     model: str, rollout_id: str, agent: str | None, provider: str, sampling: Mapping[str, Any]
-) -> SpanAttributes:
+) -> Json:
     """`sampling`: the request's fields; those that the conventions name are taken."""
     given = {f"gen_ai.request.{key}": sampling.get(key) for key in _REQUEST}
     return {
@@ -155,11 +138,11 @@ def chat_span(
     }
 
 
-def used_tokens(seen: int, sampled: int) -> SpanAttributes:
+def used_tokens(seen: int, sampled: int) -> Json:
     return {"gen_ai.usage.input_tokens": seen, "gen_ai.usage.output_tokens": sampled}
 
 
-def tool_span(name: str, call_id: str, rollout_id: str) -> SpanAttributes:
+def tool_span(name: str, call_id: str, rollout_id: str) -> Json:
     return {
         "gen_ai.operation.name": "execute_tool",
         "gen_ai.tool.name": name,
@@ -169,7 +152,7 @@ def tool_span(name: str, call_id: str, rollout_id: str) -> SpanAttributes:
     }
 
 
-def evaluation(name: str, value: float) -> SpanAttributes:
+def evaluation(name: str, value: float) -> Json:
     return {"gen_ai.evaluation.name": name, "gen_ai.evaluation.score.value": value}
 
 
@@ -191,7 +174,7 @@ def name_of(value: Any) -> str:
     return redacted(text[:_LONGEST_SECRET])[:_MOST_OF_A_NAME]
 
 
-def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> SpanAttributes:
+def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> Json:
     leading = list(takewhile(lambda one: one.get("role") in _SYSTEM, messages))
     found = {"gen_ai.input.messages": _bounded(messages[len(leading) :])}
     if leading:
@@ -202,7 +185,7 @@ def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> SpanAttributes
     return found
 
 
-def outputs(answers: Iterable[tuple[Message, str | None]]) -> SpanAttributes:
+def outputs(answers: Iterable[tuple[Message, str | None]]) -> Json:
     messages = [
         {**_message(message), "finish_reason": _REASONS.get(reason or "", "stop")}
         for message, reason in answers
@@ -210,7 +193,7 @@ def outputs(answers: Iterable[tuple[Message, str | None]]) -> SpanAttributes:
     return {"gen_ai.output.messages": _first_of(messages)}
 
 
-def tool_texts(arguments: str, result: str) -> SpanAttributes:
+def tool_texts(arguments: str, result: str) -> Json:
     return {
         "gen_ai.tool.call.arguments": _text(arguments),
         "gen_ai.tool.call.result": _text(result),
@@ -218,14 +201,9 @@ def tool_texts(arguments: str, result: str) -> SpanAttributes:
 
 
 def _first_of(listed: list[Json]) -> str:
-    kept: list[str] = []
-    size = 0
-    for one in listed:
-        kept.append(_json(one))
-        size += len(kept[-1]) + 1
-        if size > MOST_CHARACTERS:
-            kept.pop()
-            break
+    encoded = [_json(one) for one in listed]
+    ends = accumulate(len(text) + 1 for text in encoded)
+    kept = [text for text, end in zip(encoded, ends, strict=True) if end <= MOST_CHARACTERS]
     return f"[{','.join(kept)}]"
 
 

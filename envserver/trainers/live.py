@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -37,6 +37,8 @@ from .live_events import Feed, add_event_routes, missed
 What = Literal["attempt", "rollout", "group", "drop"]
 
 MOST_ROWS: Final = 1000
+MOST_ALONE: Final = 10
+"""Groups, or failures, of one look that are published one by one."""
 _MOST_CHARACTERS: Final = 2000
 _MOST_ALIKE: Final = 20
 """Rows for one request of a trainer."""
@@ -105,37 +107,32 @@ class FailureLog:
     def add(self, *, message: str, **facts: Any) -> None:
         self.number += 1
         shown = redacted(printable(message[:_MOST_CHARACTERS], keep="\n"))
-        row = {"time": time.time(), **facts}
-        self._rows.append(FailureRow(n=self.number, message=shown, **row))
+        facts = {"time": time.time(), "n": self.number, "message": shown, **facts}
+        self._rows.append(FailureRow(**facts))
 
     def _observe(self, environment: str, event: Event) -> None:
-        if not isinstance(event, RolloutFailed | GroupDropped):
-            return
-        facts: dict[str, Any] = {
-            "time": event.at,
-            "environment": environment,
-            "task_id": event.task_id,
-            "group_id": event.group_id,
-        }
         if isinstance(event, RolloutFailed):
             failure = event.failure
-            self.add(
-                **facts,
-                rollout=_number(event.rollout_id),
-                attempt=event.attempt,
-                kind=failure.kind,
-                fault=fault_of(failure.kind, failure.blame),
-                message=failure.message,
-                what="rollout" if event.final else "attempt",
-            )
+            facts: dict[str, Any] = {
+                "rollout": _number(event.rollout_id),
+                "attempt": event.attempt,
+                "kind": failure.kind,
+                "fault": fault_of(failure.kind, failure.blame),
+                "message": failure.message,
+                "what": "rollout" if event.final else "attempt",
+            }
+        elif isinstance(event, GroupDropped):
+            fault = _FAULTS_OF_DROPS.get(event.reason) or self._fault_of_group(event.group_id)
+            facts = {
+                "kind": event.reason,
+                "fault": fault,
+                "message": event.message,
+                "what": "group" if event.failed else "drop",
+            }
         else:
-            self.add(
-                **facts,
-                kind=event.reason,
-                fault=_FAULTS_OF_DROPS.get(event.reason) or self._fault_of_group(event.group_id),
-                message=event.message,
-                what="group" if event.failed else "drop",
-            )
+            return
+        of = {"environment": environment, "task_id": event.task_id, "group_id": event.group_id}
+        self.add(time=event.at, **of, **facts)
 
     def _fault_of_group(self, group_id: str) -> Fault:
         latest = islice(reversed(self._rows), MOST_ROWS)
@@ -171,19 +168,19 @@ class FailureLog:
                 what="drop",
             )
 
-    def dropped(self, kind: str, count: int, message: str, fault: Fault) -> None:
-        self.add(
-            environment="",
-            kind=kind,
-            fault=fault,
-            message=message,
-            what="drop",
-            count=count,
-        )
-
     def after(self, number: int) -> list[FailureRow]:
         newest = islice(reversed(self._rows), max(0, self.number - number))
         return list(newest)[::-1]
+
+    def tell(self, feed: Feed, seen: int) -> int:
+        """Publishes the failures after number `seen`; returns the number of the last."""
+        if self.number - seen > MOST_ALONE:
+            facts = {"count": self.number - seen, "first": seen + 1, "last": self.number}
+            feed.publish("failures", facts)
+        else:
+            for row in self.after(seen):
+                feed.publish("failure", msgspec.structs.asdict(row))
+        return self.number
 
     def page(
         self, *, environment: str, kind: str, fault: str, before: int, limit: int
@@ -195,17 +192,12 @@ class FailureLog:
             for row in reversed(self._rows)
             if environment in ("", row.environment) and fault in ("", row.fault)
         ]
-        counts = _counted(alike)
+        counts: Counter[str] = Counter()
+        for row in alike:
+            counts[row.kind] += row.count
         wanted = [row for row in alike if row.n < before and kind in ("", row.kind)]
         shown = wanted[:limit]
-        return shown, counts, shown[-1].n if len(wanted) > limit else None
-
-
-def _counted(rows: Iterable[FailureRow]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for row in rows:
-        counts[row.kind] += row.count
-    return dict(counts.most_common())
+        return shown, dict(counts.most_common()), shown[-1].n if len(wanted) > limit else None
 
 
 def _number(rollout_id: str) -> int | None:
@@ -326,8 +318,6 @@ class Live:
 log = structlog.get_logger(__name__)
 
 LOOK_SECONDS: Final = 0.5
-MOST_ALONE: Final = 10
-"""Groups, or failures, of one look that are published one by one."""
 _UNWATCHED_SECONDS: Final = 10.0
 _DROPS: Final[tuple[tuple[str, str, Fault, str], ...]] = (
     ("stale_dropped", "stale", "trainer", "Groups that waited became too old for the policy."),
@@ -374,7 +364,7 @@ class Follower:
             except StoreError as error:  # the next look publishes them
                 log.warning("groups_not_told", error=str(error))
             await self._note_drops()
-            self._tell_failures()
+            self._failures = self._live.failures.tell(self._feed, self._failures)
             self._tell_runs()
             for row in self._changed_engines():
                 self._feed.publish("engine", row)
@@ -398,18 +388,15 @@ class Follower:
         for counter, kind, fault, message in _DROPS:
             count = counters.get(counter, 0) - self._dropped.get(counter, 0)
             if count > 0:
-                self._live.failures.dropped(kind, count, message, fault)
+                self._live.failures.add(
+                    environment="",
+                    kind=kind,
+                    fault=fault,
+                    message=message,
+                    what="drop",
+                    count=count,
+                )
         self._dropped = counters
-
-    def _tell_failures(self) -> None:
-        seen, last = self._failures, self._live.failures.number
-        self._failures = last
-        if last - seen > MOST_ALONE:
-            facts = {"count": last - seen, "first": seen + 1, "last": last}
-            self._feed.publish("failures", facts)
-            return
-        for row in self._live.failures.after(seen):
-            self._feed.publish("failure", msgspec.structs.asdict(row))
 
     def _tell_runs(self) -> None:
         now = set(self._store.open_runs)
@@ -471,8 +458,10 @@ def live_routes(
         """Lists the rollouts of groups that this server plays now. Joined runners have their own,
         of which the server knows only how many groups are open."""
         found, total = live.running(environment, limit)
-        now = time.time()
-        return json_answer({"rollouts": [_shown(one, now) for one in found], "total": total})
+        rows, now = [msgspec.structs.asdict(one) for one in found], time.time()
+        for row in rows:
+            row["seconds"] = max(0.0, now - row.pop("since"))
+        return json_answer({"rollouts": rows, "total": total})
 
     @router.get("/v1/runs/{run}/leases", **route(LeasesAnswer, 404, 422, what="Leased groups."))
     async def leases(run: str, limit: _Limit = 200) -> Response:
@@ -484,9 +473,3 @@ def live_routes(
         )
 
     return router
-
-
-def _shown(one: msgspec.Struct, now: float) -> dict[str, Any]:
-    facts = msgspec.structs.asdict(one)
-    facts["seconds"] = max(0.0, now - facts.pop("since"))
-    return facts

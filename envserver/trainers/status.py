@@ -12,7 +12,6 @@ import structlog
 from envserver_records.errors import StoreError
 from envserver_records.records import Split
 from fastapi import APIRouter, Query
-from prometheus_client.core import Metric
 from starlette.responses import Response
 
 from ..http.answers import json_answer, route
@@ -23,7 +22,7 @@ from ..store.groups import EstimateRow
 from ..telemetry.alarm_facts import Alarm, AlarmFacts, Curves, Situation
 from ..telemetry.alarms import AlarmBook, findings
 from ..telemetry.history import History, Numbers, Row, as_json, curves, from_json, numbers_of
-from ..telemetry.numbers import by_key, gauge
+from ..telemetry.measures import Reading
 from ..version import __version__
 from .atropos_service import AtroposService
 from .bodies import MOST_GROUPS, EstimatesAnswer, StatusAnswer
@@ -141,12 +140,12 @@ class AlarmWatch:
 
     def _find(self, now: float, history: History, facts: AlarmFacts) -> list[Alarm]:
         times, columns = history.columns(now - _ALARM_SECONDS)
-        at = Situation(Curves(times, columns), facts, self._config, self.book.keys)
+        curves = Curves(times, columns)
+        at = Situation(curves, curves, facts, self._config, self.book.keys)
         return findings(at, self._failed)
 
-    async def families(self) -> Iterable[Metric]:
-        counts = by_key(self.book.counts())
-        return [gauge("envserver_alarms", "Active alarms by name", ("name",), counts)]
+    async def read(self) -> Reading:
+        return {"alarms": self.book.counts()}
 
 
 _UPKEEP_SECONDS: Final = 300.0

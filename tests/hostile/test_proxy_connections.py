@@ -29,7 +29,7 @@ from envserver.registry import find
 from envserver.rollouts.attempt import Finished, run_attempt
 from envserver.rollouts.group import RolloutContext, attempt_spec
 from envserver.running import rollout_context
-from envserver.running.metrics import PartsNumbers
+from envserver.running.metrics import parts_numbers
 
 in_module = pytest.mark.asyncio(loop_scope="module")
 FILE = Path(__file__).parents[1] / "support" / "greedy_zoo.py"
@@ -84,8 +84,8 @@ def refused(parts: RolloutContext, bound: Any) -> int:
 
 async def shown(parts: RolloutContext, name: str) -> dict[str, float]:
     """What `/metrics` shows, by the last label."""
-    (family,) = [one for one in await PartsNumbers([parts]).families() if one.name == name]
-    return {list(sample.labels.values())[-1]: sample.value for sample in family.samples}
+    numbers = (await parts_numbers([parts]))[name]
+    return {key if isinstance(key, str) else key[-1]: value for key, value in numbers.items()}
 
 
 async def honest(parts: RolloutContext, rollouts: int = 6) -> None:
@@ -103,7 +103,7 @@ async def test_thousand_held_connections_harm_nobody_else(server: RolloutContext
         # Those that were refused end a moment later.
         await until(lambda: server.proxy.totals.connections <= 2 * 64 + 8)
         await honest(server)
-    assert (await shown(server, "envserver_proxy_refused"))["connections"] >= 1000 - 2 * 64
+    assert (await shown(server, "proxy_refused"))["connections"] >= 1000 - 2 * 64
 
 
 @in_module
@@ -139,7 +139,7 @@ async def bodies_are_bounded_together(server: RolloutContext) -> None:
     assert sum(told.values()) == 38
     assert set(told) <= {"429", "closed"}
     assert most[0] - before < 400 * MB  # it was 2,500
-    assert (await shown(server, "envserver_proxy_refused"))["bytes"] == 38
+    assert (await shown(server, "proxy_refused"))["bytes"] == 38
     assert server.proxy.totals.bytes == 0
     assert greedy.trajectory.flags == ["over_bound"]
 
@@ -155,7 +155,7 @@ async def test_a_flood_of_requests_is_refused_and_counted() -> None:
         told = greedy.result.output
         assert set(told) == {"200", "429"}
         assert sum(told.values()) == 800
-        assert (await shown(parts, "envserver_proxy_refused"))["requests"] == told["429"]
+        assert (await shown(parts, "proxy_refused"))["requests"] == told["429"]
         assert greedy.trajectory.flags == ["over_bound"]
 
 

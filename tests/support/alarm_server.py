@@ -23,7 +23,6 @@ AT_ONCE = {
     "store_seconds": 1e-9,
     "disk_free_gb": 1e9,
 }
-ENVIRONMENT = {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False}
 
 
 class Alarms:
@@ -66,24 +65,23 @@ class Alarms:
 
 @asynccontextmanager
 async def serving(
-    folder: Path, *names: str, alarms: dict[str, Any] | None = None, **settings: Any
+    folder: Path, *names: str, model: str | None = "sim", **settings: Any
 ) -> AsyncIterator[Alarms]:
     """A server with environments of the zoo."""
     sections: dict[str, Any] = {
-        "model": "sim",
         "sim": {"latency_seconds": 0.05, "openers": False, "solve_probability": 1},
-        "env": {**ENVIRONMENT, "folder": str(folder)},
+        "env": {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False},
         "rollouts": {"max_concurrent": 12, "max_attempts": 1, "max_queued_groups": 1_000_000},
         "workers": {"processes": 1},
     }
-    for name, section in settings.items():
-        sections[name] = {**sections.get(name, {}), **section} if name != "model" else section
     mix = [f"{ZOO}:{name}" for name in names]
     async with (
         envserver.aio.serve(
             mix if len(mix) > 1 else mix[0],
+            model=model,
+            alarms=AT_ONCE,
             **sections,
-            alarms=AT_ONCE if alarms is None else alarms,
+            **settings,
             store=str(folder / "groups.db"),
             server={"port": 0, "drain_seconds": 0},
         ) as server,

@@ -2,9 +2,8 @@
 
 import os
 import random
-from pathlib import Path
 
-from envserver import Environment, EnvironmentConfig, Score, Task
+from envserver import Environment, Score, Task
 
 ASKED = [{"role": "user", "content": "Say something."}]
 
@@ -13,9 +12,6 @@ class Healthy(Environment):
     """Rewards differ, answers differ."""
 
     exact_demonstrations = True
-
-    class Config(EnvironmentConfig):
-        folder: str = ""
 
     def tasks(self, split):
         for number in range(1_000_000):
@@ -59,34 +55,9 @@ class Dies(Healthy):
         os._exit(3)
 
 
-class Talks(Healthy):
-    """Its agent asks until the limit of turns ends it."""
-
-    async def rollout(self, task, run):
-        while True:
-            await run.chat(ASKED)
-
-
 class Masked(Healthy):
     """A grammar holds half of its answers, which are not trained."""
 
     async def rollout(self, task, run):
         await run.chat(ASKED, response_format={"type": "json_object"})
         return (await run.chat(ASKED)).content
-
-
-class Falls(Healthy):
-    """Its rewards fall when a file appears."""
-
-    def score(self, task, result):
-        has_fallen = (Path(self.config.folder) / "fallen").exists()
-        return Score(reward=float(random.random() < (0.05 if has_fallen else 0.95)))
-
-
-class Longer(Healthy):
-    """Its agent asks once more every twenty tasks, for nothing."""
-
-    async def rollout(self, task, run):
-        for _ in range(1 + task.public["number"] // 20):
-            reply = await run.chat(ASKED)
-        return reply.content

@@ -2,15 +2,14 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 import structlog
 from envserver_records.errors import StoreError
-from prometheus_client.core import Metric
 from support.api import running_api
 from support.waiting import until
 
@@ -20,7 +19,7 @@ from envserver.store import open_store
 from envserver.telemetry.alarm_facts import Alarm, AlarmFacts
 from envserver.telemetry.alarms import AlarmBook
 from envserver.telemetry.history import MOST_NAMES, History, Name, curves
-from envserver.telemetry.numbers import counter, gauge
+from envserver.telemetry.measures import Reading
 from envserver.trainers.status import AlarmWatch, Recorder
 
 START = 1_700_000_000.0
@@ -62,7 +61,13 @@ class Run:
             assert not (quiet and sentences), sentences
         return sentences
 
-    def group(self, rewards: list[float], tokens: float = 800, environment: str = "code") -> None:
+    def group(
+        self,
+        rewards: list[float],
+        tokens: float = 800,
+        environment: str = "code",
+        agent: str = "",
+    ) -> None:
         """Counts a group as the server does."""
         of = {"environment": environment}
         for _ in rewards:
@@ -77,12 +82,12 @@ class Run:
                 self.add("groups_alike_total", alike=("lowest", "highest")[int(rewards[0])], **of)
             return
         self.add("groups_delivered_total", **of)
-        self.add("reward_sum", sum(rewards), agent="", **of)
-        self.add("reward_count", len(rewards), agent="", **of)
+        self.add("reward_sum", sum(rewards), agent=agent, **of)
+        self.add("reward_count", len(rewards), agent=agent, **of)
 
 
 def _name(name: str, labels: dict[str, str]) -> Name:
-    return Name(f"envserver_{name}", tuple(sorted(labels.items())))
+    return Name.of(f"envserver_{name}", labels)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +140,49 @@ async def test_answers_that_grow_for_nothing_are_told_and_those_that_pay_are_not
     assert paid.watch.book.active == []
     (alarm,) = unpaid.watch.book.active
     assert alarm.text.startswith("The answers of code grow longer, from 502 to 1,")
+
+
+@pytest.mark.parametrize(("agent", "whose"), [("", "code"), ("solver", "code (solver)")])
+async def test_a_reward_that_falls_is_told_until_it_is_good_again(agent: str, whose: str) -> None:
+    run, said = Run(), []
+    for version, solved, groups in ((6, 7, 60), (7, 1, 25), (8, 7, 30)):
+        run.set("policy_version", version)
+        for _ in range(groups):
+            run.group([1.0] * solved + [0.0] * (8 - solved), agent=agent)
+            said.append((await run.step()).get("reward_fell", ""))
+    assert not any(said[:60])
+    assert said[84] == f"The reward of {whose} fell from 0.88 to 0.12 since version 7."
+    assert not said[-1]
+
+
+RECENTLY = "in the last 20 seconds"
+STALE = f"were dropped as stale {RECENTLY}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "labels", "sentence"),
+    [
+        ("rollouts_total", 30, {"end": "limit_turns"},
+         f"50 % of the rollouts of code (30 of 60 {RECENTLY}) end at a limit, most at the limit of "
+         "turns (env.max_turns)."),
+        ("flags_total", 15, {"flag": "truncated_length"},
+         f"50 % of the rollouts (15 of 30 {RECENTLY}) have an answer that is cut off at its limit "
+         "of tokens (sampling.max_tokens)."),
+        ("groups_dropped_total", 30, {"reason": "stale"},
+         f"30 groups of 60 {STALE}: rollouts take too long for the trainer's versions."),
+        ("store_events_total", 20, {"event": "stale_dropped"},
+         f"20 groups of 30 {STALE}: the trainer takes them too slowly."),
+    ],
+)  # fmt: skip
+async def test_what_is_cut_or_stale_is_told(
+    name: str, value: float, labels: dict[str, str], sentence: str
+) -> None:
+    run = Run()
+    await run.step()
+    run.add("rollouts_total", 30, end="scored", environment="code")
+    run.add("groups_delivered_total", 30, environment="code")
+    run.add(name, value, environment="code", **labels)
+    assert [*(await run.steps(2)).values()] == [sentence]
 
 
 async def test_what_needs_facts_is_told() -> None:
@@ -235,19 +283,12 @@ def test_an_alarm_that_comes_and_goes_is_not_told_each_time() -> None:
     assert 2 < len([line for line in lines if line["event"] == "alarm_began"]) < 8
 
 
-class Waiting:
-    """Metrics of a server for whose groups no trainer comes."""
-
-    async def families(self) -> Iterable[Metric]:
-        return [gauge("envserver_groups", "", ("state",), [(("queued",), 5.0)])]
-
-
 async def test_alarms_go_on_after_a_restart_and_the_route_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, now = tmp_path / "s.db", [START]
     metrics = Metrics()
-    metrics.add(Waiting().families)
+    metrics.add(AsyncMock(return_value={"groups": {"queued": 5.0}}))  # no trainer comes
     for steps in (30, 12):  # of a minute
         watch = AlarmWatch(AlarmsConfig(no_trainer_minutes=15))
         async with open_store(place) as store:
@@ -293,14 +334,10 @@ class Server:
     def __init__(self) -> None:
         self.now, self.delivered = 6_000_000.0, 0.0
         self.metrics = Metrics()
-        self.metrics.add(self.families)
+        self.metrics.add(self.read)
 
-    async def families(self) -> Iterable[Metric]:
-        name, labels = "envserver_groups_delivered", ("environment",)
-        return [
-            counter(name, "", labels, [(("math",), self.delivered)]),
-            gauge("envserver_secret", "", (), [((), 1.0)]),
-        ]
+    async def read(self) -> Reading:
+        return {"groups_delivered": {"math": self.delivered}, "worker_restarts": {"math": 1}}
 
     async def record(self, recorder: Recorder, *, after: float, delivered: float) -> None:
         self.now += after
@@ -317,7 +354,7 @@ async def test_minutes_survive_a_restart_and_come_before_what_memory_has(where: 
         rows = await recorder.between(server.now - 3600, server.now, 100)
         assert [numbers[DELIVERED] for _, numbers in rows] == [1, 2, 3, 4]
         assert {one.name for one in rows[0][1]} > {"process_cpu_seconds_total", DELIVERED.name}
-        assert "envserver_secret" not in {one.name for one in rows[0][1]}
+        assert "envserver_worker_restarts_total" not in {one.name for one in rows[0][1]}
     async with open_store(where) as store:
         recorder = Recorder(server.metrics, store, lambda: server.now)
         await server.record(recorder, after=60, delivered=5)

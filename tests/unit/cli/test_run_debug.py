@@ -5,14 +5,13 @@ import io
 import json
 import os
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from envserver_records.records import Group, Score
 from msgspec.structs import replace
-from prometheus_client.core import Metric
 from support.api import native_group, running_api
 from support.cases import cases_of
 from support.commands import envserver, running
@@ -28,7 +27,6 @@ from envserver.cli.progress import summary_table
 from envserver.http.health import Metrics
 from envserver.running.metrics import Tally
 from envserver.telemetry.history import Name, Row
-from envserver.telemetry.numbers import gauge
 
 CASES = cases_of(__file__)
 
@@ -124,7 +122,7 @@ def test_a_changed_file_runs_the_task_again(place: Path) -> None:
 
 
 def name(sample: str, **labels: str) -> Name:
-    return Name(f"envserver_{sample}", tuple(sorted(labels.items())))
+    return Name.of(f"envserver_{sample}", labels)
 
 
 MATH = {"environment": "math"}
@@ -188,11 +186,8 @@ def test_names_that_others_gave_move_no_cursor_and_are_not_all_shown() -> None:
 async def test_top_shows_a_server_and_says_why_it_cannot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def families() -> Iterable[Metric]:
-        return [gauge("envserver_rollouts_running", "", ("environment",), [(("math",), 3.0)])]
-
     metrics = Metrics()
-    metrics.add(families)
+    metrics.add(AsyncMock(return_value={"rollouts_running": {"math": 3.0}}))
     async with running_api(tmp_path / "s.db", metrics=metrics) as api:
         assert await asyncio.to_thread(main, ["top", api.url, "--once"]) == 0
         found = capsys.readouterr().out

@@ -14,13 +14,11 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 from envserver_records.costs import JudgeUsage, Prices
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import generate_latest
 from support.cases import cases_of
 from support.commands import envserver, read_jsonl
 from support.extent import examples
@@ -48,7 +46,7 @@ from envserver.judges.client import ScorerJudge
 from envserver.judges.server import JudgeServer
 from envserver.rollouts.costs import RolloutPrices, ScoringSpent
 from envserver.rollouts.scoring import ScorerPool, _Timer
-from envserver.running.judging import JudgeNumbers, judge_line, judge_of
+from envserver.running.judging import judge_line, judge_numbers, judge_of
 from envserver.running.prices import rollout_prices
 from envserver.settings.runs import JudgeConfig
 
@@ -104,11 +102,12 @@ async def test_equal_questions_are_paid_once(judged: str, tmp_path: Path) -> Non
             assert judge_line(judge) == (
                 f"Judge: 16 calls (10 from {tmp_path / 'judge.db'}), 600 + 60 tokens, 0.0007 USD"
             )
-            families = list(await JudgeNumbers(judge).families())
-            shown = generate_latest(Mock(collect=lambda: families)).decode()
-            assert 'envserver_judge_calls_total{end="engine"} 6.0' in shown
-            assert 'envserver_judge_tokens_total{kind="prompt"} 600.0' in shown
-            assert 'envserver_judge_cost_total{currency="USD"} 0.00072' in shown
+            assert await judge_numbers(judge) == {
+                "judge_calls": {"engine": 6, "cache": 10, "failed": 0},
+                "judge_again": 0,
+                "judge_tokens": {"prompt": 600, "completion": 60},
+                "judge_cost": {"USD": pytest.approx(0.00072)},
+            }
         async with house(judged, engine, tmp_path) as (pool, judge):  # as after a restart
             assert await reward(pool, "async:b") == 0.5
             assert (len(engine.asked), judge.counts.cached) == (6, 4)

@@ -26,7 +26,7 @@ from envserver.formats.atropos import group_to_atropos
 from envserver.rollouts.attempt import answered_calls
 from envserver.rollouts.events import GroupDelivered
 from envserver.rollouts.rewards import RewardRules, checked_score, with_turn_rewards
-from envserver.running.metrics import RolloutNumbers
+from envserver.running.metrics import Tally
 
 CASES = cases_of(__file__)
 
@@ -45,19 +45,15 @@ def played(game: str) -> bytes:
     return pack(group)
 
 
-def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
+def points_of(numbers: Tally) -> dict[tuple[str, str], float]:
     """The sums of positive and of negative rewards by agent, as /metrics shows them."""
-    (points,) = (
-        family
-        for family in asyncio.run(numbers.families())
-        if family.name == "envserver_reward_points"
-    )
-    return {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples}
+    points = asyncio.run(numbers.read())["reward_points"]
+    return {(agent, sign): value for (_, agent, sign), value in points.items()}
 
 
 def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) -> None:
     group = unpack(played, Group)
-    numbers = RolloutNumbers()
+    numbers = Tally()
     numbers.observer("game")(GroupDelivered(group=group))
     assert points_of(numbers) == {
         ("one", "positive"): 3.0,

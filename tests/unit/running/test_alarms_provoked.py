@@ -5,14 +5,12 @@ minutes to pass.
 """
 
 import asyncio
-import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 from envserver_local.simulated.server import serve_sim
 from prometheus_client.parser import text_string_to_metric_families
-from support.alarm_server import AT_ONCE, ENVIRONMENT, Alarms, serving
+from support.alarm_server import serving
 from support.commands import envserver as command
 from support.waiting import until
 
@@ -65,44 +63,6 @@ async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, qui
         await alarms.ended("calls_paused")
 
 
-async def test_a_reward_falls_answers_grow_rollouts_are_cut(tmp_path: Path, quick: None) -> None:
-    limits = {"env": {**ENVIRONMENT, "folder": str(tmp_path), "max_turns": 8}}
-    async with serving(tmp_path, "Falls", "Longer", "Talks", **limits) as alarms:
-        await alarms.raised(
-            longer_answers__longer=r"answers of longer grow longer, from \d+ to \d+ tokens",
-            rollouts_cut__talks=r"^100 % of the rollouts of talks .* the limit of turns",
-        )
-        await until(lambda: delivered(alarms, "falls", 25))
-        assert "reward_fell falls" not in await alarms.texts()
-        await alarms.post("/v1/policy-version", {"version": 7})
-        await until(lambda: delivered(alarms, "falls", 40))
-        (tmp_path / "fallen").touch()
-        await alarms.raised(reward_fell__falls=r"fell from 0\.\d+ to 0\.\d+ since version 7\.$")
-        (tmp_path / "fallen").unlink()
-        await alarms.ended("reward_fell falls")
-
-
-async def status(alarms: Alarms) -> Any:
-    return (await alarms.http.get("/v1/status")).json()["server"]
-
-
-async def delivered(alarms: Alarms, environment: str, groups: int) -> bool:
-    return bool((await status(alarms))["environments"][environment] >= groups)
-
-
-async def test_groups_that_wait_too_long_are_stale(tmp_path: Path, quick: None) -> None:
-    limits = {"rollouts": {"max_concurrent": 4, "max_staleness_at_delivery": 0}}
-    async with serving(tmp_path, "Healthy", alarms=AT_ONCE | {"fewest": 5}, **limits) as alarms:
-        versions = itertools.count(1)
-
-        async def is_raised() -> bool:
-            await alarms.post("/v1/policy-version", {"version": next(versions)})
-            return "stale_groups" in await alarms.texts()
-
-        await until(is_raised)
-        await alarms.raised(stale_groups=r"^\d+ groups of \d+ were dropped as stale in the last")
-
-
 async def test_a_replica_of_the_engine_then_the_last_goes(tmp_path: Path, quick: None) -> None:
     stops = [asyncio.Event(), asyncio.Event()]
     found = [asyncio.get_running_loop().create_future() for _ in stops]
@@ -118,7 +78,8 @@ async def test_a_replica_of_the_engine_then_the_last_goes(tmp_path: Path, quick:
     async with serving(tmp_path, "Healthy", model=None, openai=openai) as alarms:
 
         async def is_working() -> bool:
-            return bool((await status(alarms))["groups_delivered"])
+            status = (await alarms.http.get("/v1/status")).json()
+            return bool(status["server"]["groups_delivered"])
 
         await until(is_working)
         stops[0].set()

@@ -18,10 +18,11 @@ from support.waiting import PATIENCE, until
 import envserver
 from envserver import ConfigError
 from envserver.rollouts.events import GroupDelivered, GroupDropped, RolloutScored
-from envserver.running.metrics import Deliveries, RolloutNumbers
+from envserver.running.metrics import Deliveries, Tally
 from envserver.running.tracking import TrackedNumbers, without_secrets
 from envserver.store import open_store
 from envserver.telemetry.history import Name, numbers_of
+from envserver.telemetry.measures import families
 
 SIM: dict[str, Any] = {"model": "sim", "env": {"total_steps": 2, "group_size": 2}}
 KEY = "sk-" + "a1b2c3d4" * 4
@@ -40,7 +41,7 @@ OF_MATH = (("environment", "math"),)
 
 
 async def test_spread_and_equal_groups_are_counted_delivered_or_not() -> None:
-    numbers = RolloutNumbers()
+    numbers = Tally()
     observe = numbers.observer("math")
     for number, rewards in enumerate([(0.0, 1.0), (0.5, 0.5)]):
         group = native_group(f"g{number}")
@@ -49,7 +50,7 @@ async def test_spread_and_equal_groups_are_counted_delivered_or_not() -> None:
         observe(GroupDelivered(group=group))
     observe(dropped("g2", "zero_variance"))
     observe(dropped("g3", "stale"))
-    now = numbers_of(await numbers.families())
+    now = numbers_of(families(await numbers.read()))
     assert now[Name("envserver_group_deviation_count", OF_MATH)] == 2
     assert now[Name("envserver_group_deviation_sum", OF_MATH)] == 0.5
     assert now[Name("envserver_groups_equal_total", OF_MATH)] == 2
@@ -59,7 +60,7 @@ async def test_groups_of_others_are_counted_when_they_are_stored_once(tmp_path: 
     async with open_store(tmp_path / "groups.db") as store:
         for group_id in ("g1", "g2", "g1"):  # the third was stored before
             await put_native(store, native_group(group_id, score=Score(reward=0.25)))
-        now = numbers_of(await Deliveries(store, lambda: -1).families())
+        now = numbers_of(families(await Deliveries(store, lambda: -1).read()))
     wanted = {"groups_total": 2, "equal_groups_total": 2, "reward_count": 4, "reward_sum": 1.0}
     assert {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted} == wanted
 

@@ -27,7 +27,7 @@ from envserver import ExecResult, InputError, Sandbox, SandboxConfig, SandboxLim
 from envserver.cli.console import Console
 from envserver.cli.doctor_command import look_at_machines, show_machines
 from envserver.http.access import create_token
-from envserver.running.hosting import SandboxMachineNumbers
+from envserver.running.hosting import machine_numbers
 from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import machines as machines_module
 from envserver.sandbox.client import SandboxClient
@@ -351,12 +351,8 @@ async def test_doctor_and_metrics_show_the_machines(
     assert f"{served.url}: works ({here.load.backend}), 0 of 2 sandboxes open" in told
     assert f"{gone}: does not work: it cannot be reached" in told
 
-    families = await SandboxMachineNumbers(config).families()
-    up = next(one for one in families if one.name == "envserver_sandbox_machine_up")
-    assert [(one.labels["machine"], one.value) for one in up.samples] == [
-        (served.url, 1.0),
-        (gone, 0.0),
-    ]
+    numbers = await machine_numbers(machines_at(config.remote_urls))
+    assert numbers["sandbox_machine_up"] == {served.url: True, gone: False}
 
 
 async def test_programs_reach_the_proxy_of_their_client(boxes: Machines) -> None:
