@@ -39,7 +39,6 @@ from .results import (
     read_facts,
     read_results,
     read_tasks,
-    results_of_tasks,
     shortest,
 )
 
@@ -380,8 +379,7 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
     path = groups_path(folder, baseline)
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
-    found = read_results(path, group_size=run.group_size)
-    return results_of_tasks(found.by_group, tasks, group_size=run.group_size), found.model
+    return read_results(path, tasks, group_size=run.group_size)
 
 
 def report_of_files(place: Path, view: View) -> list[Report]:

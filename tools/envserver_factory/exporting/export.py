@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import math
 import operator
 import re
@@ -28,8 +27,9 @@ from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
 from envserver.export.stored_sources import decoded, opened
+from envserver.export.unified import called
 
-from .formats import Format, finish, place_for
+from .formats import Format, finish, place_for, writing
 
 Choice = Literal["all", "best", "shortest"]
 
@@ -194,24 +194,13 @@ def digest_of(rollout: StoredRollout) -> bytes:
 
 
 def _message(message: Message) -> list[Any]:
-    calls = [
-        (function.get("name"), _arguments(function.get("arguments")))
-        for call in message.get("tool_calls") or ()
-        if isinstance(function := call.get("function"), dict)
-    ]
+    calls = [called(call) for call in message.get("tool_calls") or ()]
     return [message.get("role"), normal(text_of(message)), calls]
 
 
 def normal(text: str) -> str:
     """Returns `text` with single spaces between words, in one Unicode form."""
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _arguments(text: Any) -> Any:
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
 
 
 Hashes = NDArray[np.uint64]
@@ -497,25 +486,23 @@ def export(
         read["bytes"] += number
 
     with place_for(out, overwrite=overwrite, single=single) as place:
-        writer = format.writer()
-        writer.open(place.folder, None if single else shard_rows)
+        with writing(out):
+            writer = format.writer(place.folder, None if single else shard_rows)
         for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
             for row in _rows(group, format, wanted, tally):
-                writer.put(row)
+                with writing(out):
+                    writer.put(row)
                 tally.rows += 1
             on_progress(tally, read.pop("bytes", 0))
-        made = finish(
-            place,
-            writer.close(),
-            {
-                "schema_version": SCHEMA_VERSION,
-                "format": format.name,
-                "sources": list(sources),
-                **facts,
-                "counts": tally.counts(),
-            },
-            overwrite=overwrite,
-        )
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "format": format.name,
+            "sources": list(sources),
+            **facts,
+            "counts": tally.counts(),
+        }
+        with writing(out):
+            made = finish(place, writer.close(), manifest)
     tally.files, tally.bytes = made["files"], made["bytes"]
     return tally
 

@@ -22,13 +22,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
-from envserver_records.files import write_failure
 from envserver_records.records import Message, Result, text_of
 
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 
-from .formats import Format, Options, Row, Written, kept_line
+from .formats import Format, Json, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
@@ -495,7 +494,6 @@ def _moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-Json = dict[str, Any]
 STORE: Final = "envserver"
 """Key of a sample's store that holds the rollout as a line of `process`, without messages."""
 
@@ -520,20 +518,17 @@ class Inspect(Format):
                 for _ in range(number):
                     yield {"sample": lost_sample(group, kept[0], kind)}
 
-    def writer(self) -> InspectLogs:
-        return InspectLogs(self.options.title)
+    def writer(self, folder: Path, shard_rows: int | None) -> InspectLogs:
+        return InspectLogs(folder, shard_rows, self.options.title)
 
 
 class InspectLogs:
     """Writes a log for each environment and model, and another after `shard_rows` samples."""
 
-    def __init__(self, title: str = "") -> None:
-        self._title = title
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
+    def __init__(self, folder: Path, shard_rows: int | None, title: str) -> None:
         from inspect_ai.log._recorders.eval import EvalRecorder
 
-        self._folder, self._shard_rows = folder, shard_rows
+        self._folder, self._shard_rows, self._title = folder, shard_rows, title
         self._recorder = EvalRecorder(str(folder))
         self._logs: dict[tuple[str, str], _Log] = {}
         self._written: list[Written] = []
@@ -545,26 +540,20 @@ class InspectLogs:
         assert isinstance(row, dict)
         sample: Sample = row["sample"]
         key = (sample.task, sample.model)
-        try:
-            if key not in self._logs:
-                log = _Log(sample, len(self._written) + len(self._logs), self._title)
-                place = str(log.path_in(self._folder))
-                self._runner.run(self._recorder.log_init(log.key, place))
-                self._logs[key] = log
-            log = self._logs[key]
-            made = condense_sample(log.add(sample))
-            self._runner.run(self._recorder.log_sample(log.key, made, write_through=True))
-            if log.samples == self._shard_rows:
-                self._finish(self._logs.pop(key))
-        except OSError as error:
-            raise write_failure(self._folder, error) from error
+        if key not in self._logs:
+            log = _Log(sample, len(self._written) + len(self._logs), self._title)
+            place = str(log.path_in(self._folder))
+            self._runner.run(self._recorder.log_init(log.key, place))
+            self._logs[key] = log
+        log = self._logs[key]
+        made = condense_sample(log.add(sample))
+        self._runner.run(self._recorder.log_sample(log.key, made, write_through=True))
+        if log.samples == self._shard_rows:
+            self._finish(self._logs.pop(key))
 
     def close(self) -> list[Written]:
-        try:
-            for log in self._logs.values():
-                self._finish(log)
-        except OSError as error:
-            raise write_failure(self._folder, error) from error
+        for log in self._logs.values():
+            self._finish(log)
         self._runner.close()
         return self._written
 
