@@ -233,14 +233,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing | None = None
 
     def over(self, before: Counted, model: str) -> Counted:
-        return Counted(
-            pass_at=before.pass_at if self.pass_at is None else self.pass_at,
-            worst=before.worst,
-            best=before.best,
-            failures=self.failures or before.failures,
-            truncated=self.truncated or before.truncated,
-            prices=(self.pricing(model) if self.pricing else None) or before.prices,
-        )
+        rules = {"pass_at": self.pass_at, "failures": self.failures, "truncated": self.truncated}
+        prices = self.pricing(model) if self.pricing else None
+        given = {name: one for name, one in {**rules, "prices": prices}.items() if one is not None}
+        return msgspec.structs.replace(before, **given)
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):

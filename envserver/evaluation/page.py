@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..export.pages import template
 from .comparison import Comparison
-from .estimators import Estimate
+from .estimators import Estimate, mean
 from .report import Report, Rules, Suite, TaskRow, attempts_of, passes
 from .tables import (
     comparison_notes,
@@ -101,7 +101,7 @@ def _percent(value: float, ends: Ends) -> float:
 
 
 def _worst_first(row: TaskRow) -> tuple[float, str]:
-    return (_mean(row.rewards) if row.rewards else -math.inf, row.task_id)
+    return (mean(row.rewards) if row.rewards else -math.inf, row.task_id)
 
 
 def _cells(row: TaskRow, rules: Rules) -> list[tuple[str, str]]:
@@ -121,10 +121,6 @@ def _shade(reward: float, rules: Rules) -> int:
     return 1 + min(3, math.floor(share * 4))
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 _template: Final = functools.partial(
-    template, __package__, estimate=estimate_text, percent=_percent, mean=_mean
+    template, __package__, estimate=estimate_text, percent=_percent, mean=mean
 )

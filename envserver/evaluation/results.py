@@ -18,7 +18,7 @@ from envserver_records.records import Task
 
 from ..actions import CUT
 from ..export.stored_sources import records
-from .estimators import Estimate, estimate
+from .estimators import Estimate, estimate, mean
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the
 # other side of a conversation said. A step is a repetition if the same tool had the same input and
@@ -95,7 +95,7 @@ def step_measures(
         }
         for name, numbers in found.items():
             if numbers:
-                values.setdefault(name, []).append(sum(numbers) / len(numbers))
+                values.setdefault(name, []).append(mean(numbers))
     return {name: estimate(numbers, seed=seed) for name, numbers in values.items()}
 
 

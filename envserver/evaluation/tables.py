@@ -34,11 +34,11 @@ def tables_of(report: Report) -> list[TextTable]:
         _results(report),
         _robustness(report),
         _by_attempts(report),
-        _steps(report),
-        _events(report),
-        _took(report),
+        _by_run("Steps", report, _steps_of),
+        _by_run("Outcomes", report, _events_of, lacking="0"),
+        _by_run("Tokens, time and cost", report, _took_of),
         _harness(report),
-        _means(report),
+        _by_run("Means over attempts", report, _means_of),
     ]
     return [table for table in tables if table.rows]
 
@@ -255,7 +255,7 @@ def _by_attempts(report: Report) -> TextTable:
 
 
 def _by_run(
-    title: str, report: Report, facts_of: Callable[[RunReport], dict[str, str]], *, lacking: str
+    title: str, report: Report, facts_of: Callable[[RunReport], dict[str, str]], lacking: str = "-"
 ) -> TextTable:
     """Returns a table with a column for each run; `lacking` stands for what a run lacks."""
     runs = {name: facts_of(run) for name, run in _runs(report).items()}
@@ -264,16 +264,8 @@ def _by_run(
     return TextTable(title, ["", *runs], rows)
 
 
-def _steps(report: Report) -> TextTable:
-    return _by_run("Steps", report, _steps_of, lacking="-")
-
-
 def _steps_of(run: RunReport) -> dict[str, str]:
     return {name: estimate_text(found) for name, found in run.steps.items()}
-
-
-def _events(report: Report) -> TextTable:
-    return _by_run("Outcomes", report, _events_of, lacking="0")
 
 
 def _events_of(run: RunReport) -> dict[str, str]:
@@ -287,10 +279,6 @@ def _events_of(run: RunReport) -> dict[str, str]:
         **{f"ended by limit {name}": str(n) for name, n in sorted(counts.limits.items())},
         **{f"failed (may be retried): {name}": str(n) for name, n in sorted(counts.failed.items())},
     }
-
-
-def _took(report: Report) -> TextTable:
-    return _by_run("Tokens, time and cost", report, _took_of, lacking="-")
 
 
 def _took_of(run: RunReport) -> dict[str, str]:
@@ -322,10 +310,6 @@ def _harness(report: Report) -> TextTable:
         if "_stderr" not in name
     ]
     return TextTable("The harness's own numbers", ["metric, filter", "value", "error"], rows)
-
-
-def _means(report: Report) -> TextTable:
-    return _by_run("Means over attempts", report, _means_of, lacking="-")
 
 
 def _means_of(run: RunReport) -> dict[str, str]:

@@ -433,10 +433,10 @@ class FailuresFile:
 
     def write(self, event: Event) -> None:
         if isinstance(event, RolloutFailed):
-            self._append({"event": "rollout_failed", **_facts(event), **asdict(event.failure)})
+            self._append({"event": "rollout_failed", **asdict(event), **asdict(event.failure)})
         elif isinstance(event, GroupDropped):
             self._append(
-                {"event": "group_dropped", **_facts(event)}
+                {"event": "group_dropped", **asdict(event)}
                 | {"scored": None if event.scored is None else asdict(event.scored)}
             )
 
@@ -449,7 +449,3 @@ class FailuresFile:
             log.warning("failures_file.not_written", path=str(self.path), error=str(error))
         else:
             self.lines += 1
-
-
-def _facts(event: RolloutFailed | GroupDropped) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__struct_fields__}

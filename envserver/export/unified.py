@@ -57,7 +57,7 @@ def unified(
         tokens: include the training rows, not only the conversations.
     """
     if question is None:
-        question = _first_question(trajectory.messages)
+        question = first_question(trajectory.messages)
     if final_answer is None:
         result = Result(output=trajectory.output, messages=trajectory.messages)
         final_answer = answer_text(result)
@@ -214,7 +214,7 @@ def _about_numbers(value: Any, place: str) -> Iterator[str]:
             yield from _about_numbers(inner, f"{place}[{index}]")
 
 
-def _first_question(messages: list[Message]) -> str | None:
+def first_question(messages: list[Message]) -> str | None:
     return next((text_of(message) for message in messages if message.get("role") == "user"), None)
 
 

@@ -28,6 +28,7 @@ from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, Runn
 from ..settings.section import Described
 from ..store import GroupRow, Store
 from ..store.listing import GroupQuery
+from ..store.lookups import GroupLookups
 from ..telemetry.alarm_facts import Alarm
 from ..telemetry.history import Numbers
 from ..telemetry.redaction import printable, redacted
@@ -337,6 +338,34 @@ _DROPS: Final[tuple[tuple[str, str, Fault, str], ...]] = (
 _TOLD_OF_ENGINES: Final = ("breaker", "weights_version", "ready", "standing")
 
 
+async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
+    """Publishes the groups after `feed.seq` up to `last`, or their number if they are many."""
+    seen = feed.seq
+    if last <= seen:
+        return
+    rows = []
+    if last - seen <= MOST_ALONE:
+        page = await groups.list_groups(GroupQuery(after=seen), "", last - seen)
+        rows = [one for one in page.groups if one.row.seq <= last]
+    if len(rows) < last - seen:  # many, or some were removed already
+        feed.publish("groups", missed(seen, last), seq=last)
+        return
+    for one in rows:
+        feed.publish("group", summary(one), seq=one.row.seq)
+
+
+def tell_failures(feed: Feed, failures: FailureLog, seen: int) -> int:
+    """Publishes the failures after number `seen`, or their number if they are many; returns the
+    number of the last one."""
+    last = failures.number
+    if last - seen > MOST_ALONE:
+        feed.publish("failures", {"count": last - seen, "first": seen + 1, "last": last})
+    else:
+        for row in failures.after(seen):
+            feed.publish("failure", msgspec.structs.asdict(row))
+    return last
+
+
 class Follower:
     """Publishes what changed since the last look; `load` it first."""
 
@@ -370,28 +399,14 @@ class Follower:
     async def look(self) -> None:
         async with self._lock:
             try:
-                await self._tell_groups()
+                await tell_groups(self._feed, self._store, self._store.last_seq)
             except StoreError as error:  # the next look publishes them
                 log.warning("groups_not_told", error=str(error))
             await self._note_drops()
-            self._tell_failures()
+            self._failures = tell_failures(self._feed, self._live.failures, self._failures)
             self._tell_runs()
             for row in self._changed_engines():
                 self._feed.publish("engine", row)
-
-    async def _tell_groups(self) -> None:
-        seen, last = self._feed.seq, self._store.last_seq
-        if last <= seen:
-            return
-        rows = []
-        if last - seen <= MOST_ALONE:
-            page = await self._store.list_groups(GroupQuery(after=seen), "", last - seen)
-            rows = [one for one in page.groups if one.row.seq <= last]
-        if len(rows) < last - seen:  # many, or some were removed already
-            self._feed.publish("groups", missed(seen, last), seq=last)
-            return
-        for one in rows:
-            self._feed.publish("group", summary(one), seq=one.row.seq)
 
     async def _note_drops(self) -> None:
         counters = await self._store.counters()
@@ -400,16 +415,6 @@ class Follower:
             if count > 0:
                 self._live.failures.dropped(kind, count, message, fault)
         self._dropped = counters
-
-    def _tell_failures(self) -> None:
-        seen, last = self._failures, self._live.failures.number
-        self._failures = last
-        if last - seen > MOST_ALONE:
-            facts = {"count": last - seen, "first": seen + 1, "last": last}
-            self._feed.publish("failures", facts)
-            return
-        for row in self._live.failures.after(seen):
-            self._feed.publish("failure", msgspec.structs.asdict(row))
 
     def _tell_runs(self) -> None:
         now = set(self._store.open_runs)

@@ -16,7 +16,7 @@ from ..evaluation.folders import RunFile, groups_path, read_run_file
 from ..export.jsonl import failures_path
 from ..export.stored_sources import DATABASES, ENDINGS, SERVERS, files_of, is_sqlite
 from ..rollouts.events import GroupDropped, RolloutFailed
-from ..trainers.live import FailureLog
+from ..trainers.live import FailureLog, tell_failures
 from ..trainers.live_events import Feed
 
 Kind = Literal["file", "folder", "store", "server", "evaluation", "comparison"]
@@ -172,8 +172,6 @@ def _distinct(names: Sequence[str]) -> list[str]:
 
 
 _MOST_BYTES: Final = 4 << 20
-_MOST_ALONE: Final = 10
-"""New failures that are reported one by one."""
 _POLL_SECONDS: Final = 2.0
 _ENDING: Final = ".failures.jsonl"
 _ENVIRONMENT: Final = re.compile(r"(.+)-(?:train|validation|test)-\d")
@@ -205,12 +203,7 @@ class FailureFiles:
             await asyncio.sleep(_POLL_SECONDS)
             seen = self.log.number
             await self.read_new()
-            last = self.log.number
-            if last - seen > _MOST_ALONE:
-                feed.publish("failures", {"count": last - seen, "first": seen + 1, "last": last})
-            elif last > seen:
-                for row in self.log.after(seen):
-                    feed.publish("failure", msgspec.structs.asdict(row))
+            tell_failures(feed, self.log, seen)
 
     def _events(self) -> Iterator[RolloutFailed | GroupDropped]:
         for path in self._paths():

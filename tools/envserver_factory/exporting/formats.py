@@ -8,7 +8,6 @@ JSONL shard, or a `NamedFile`, which becomes a file. A format with another desti
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -32,6 +31,7 @@ from envserver_records.files import replace_folder, replacing, storing
 from envserver_records.records import Message, chained, digest_after
 from numpy.typing import NDArray
 
+from envserver.export.jsonl import lock
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.export.unified import file_name, label_of, problems_of, trace_of, unified_of
 
@@ -216,12 +216,6 @@ class Place:
     out: Path
     single: bool
 
-    @property
-    def manifest(self) -> Path:
-        if self.single:
-            return self.out.with_name(f"{self.out.name}.{MANIFEST}")
-        return self.out / MANIFEST
-
 
 @contextlib.contextmanager
 def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
@@ -230,12 +224,9 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
     beside = out.absolute().parent / f".{out.name}.partial"
     with writing(out):
         beside.mkdir(parents=True, exist_ok=True)
-        lock = (beside / "lock").open("w")
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"Another process is exporting to {out}.") from error
+        locked = (beside / "lock").open("wb")
+    with locked:
+        lock(locked, out)
         try:
             if (beside / "old").exists() and not out.exists():
                 (beside / "old").rename(out)  # killed while it was being replaced
@@ -325,7 +316,7 @@ def _digest(path: Path) -> tuple[str, int]:
 def _move(place: Place, manifest: Path) -> None:
     out = place.out
     if place.single:
-        manifest.replace(place.manifest)
+        manifest.replace(out.with_name(f"{out.name}.{MANIFEST}"))
         (place.folder / out.name).replace(out)
         return
     manifest.replace(place.folder / MANIFEST)

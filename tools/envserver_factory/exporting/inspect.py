@@ -26,6 +26,7 @@ from envserver_records.records import Message, Result, text_of
 
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
+from envserver.export.unified import first_question
 
 from .formats import Format, Json, Options, Row, Written, kept_line
 
@@ -274,7 +275,7 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
         id=rollout.task_id,
         epoch=1,
         uuid=rollout.rollout_id,
-        input=_question(rollout.messages) or rollout.task_id,
+        input=first_question(rollout.messages) or rollout.task_id,
         target="",
         messages=messages,
         output=_output(rollout.model, answered[-1], rollout) if answered else _no_output(rollout),
@@ -300,17 +301,13 @@ def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample
     sample = EvalSample(
         id=sibling.task_id,
         epoch=1,
-        input=_question(sibling.messages) or sibling.task_id,
+        input=first_question(sibling.messages) or sibling.task_id,
         target="",
         metadata={"group_id": sibling.group_id, LOST: kind},
         error=EvalError(message=words, traceback=words, traceback_ansi=words),
     )
     _, ended = rollout_times(sibling)
     return Sample(sample, sibling.env, sibling.model or "unknown", ended, ended)
-
-
-def _question(messages: list[Message]) -> str:
-    return next((text_of(message) for message in messages if message.get("role") == "user"), "")
 
 
 def _scores(rollout: StoredRollout) -> Json:
