@@ -153,17 +153,18 @@ def _part(name: str, report: Report) -> dict[str, Any]:
 
 
 def _numbers(run: RunReport) -> dict[str, Any]:
-    overall = run.overall
+    overall = {} if run.overall is None else _plain(run.overall)
+    reward = overall.get("mean_reward", {})
     return {
-        "reward_mean": None if overall is None else overall.mean_reward.value,
-        "low": None if overall is None else overall.mean_reward.low,
-        "high": None if overall is None else overall.mean_reward.high,
+        "reward_mean": reward.get("value"),
+        "low": reward.get("low"),
+        "high": reward.get("high"),
         "tasks": run.counts.tasks,
         "rollouts": run.counts.scored,
         "lost": run.counts.lost,
         "truncated": run.counts.truncated,
-        "pass_at": {} if overall is None else _plain(overall.pass_at),
-        "pass_hat": {} if overall is None else _plain(overall.pass_hat),
+        "pass_at": overall.get("pass_at", {}),
+        "pass_hat": overall.get("pass_hat", {}),
         "by": {
             label: {value: _plain(one.mean_reward) for value, one in values.items()}
             for label, values in run.by.items()

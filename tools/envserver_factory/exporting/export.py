@@ -35,6 +35,7 @@ Choice = Literal["all", "best", "shortest"]
 
 NAMES = (*StoredRollout.__struct_fields__, "domain", "length", "sampled", "failed")
 """Names that an expression may use."""
+_WITH_PARTS = ("components", "metrics", "agent_metrics", "usage")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     one.__name__: one for one in (len, min, max, abs, sum, any, all)
 }
@@ -48,13 +49,11 @@ class Where:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._names = _Known()
         self._body = _parsed(text)
-        self._evaluator = _evaluator(self._names)
+        self._evaluator = _evaluator(self._value)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        self._names.rollout = rollout
-        self._names.clear()
+        self._rollout = rollout
         try:
             return bool(self._evaluator.eval(self._text, previously_parsed=self._body))
         except Exception as error:
@@ -63,6 +62,12 @@ class Where:
                 f"{error}.",
                 place=rollout.rollout_id,
             ) from error
+
+    def _value(self, name: ast.Name) -> Any:
+        if name.id not in NAMES:
+            raise KeyError(name.id)
+        value = getattr(self._rollout, name.id)
+        return _Parts(value) if name.id in _WITH_PARTS else value
 
 
 def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
@@ -83,21 +88,6 @@ def said(rollout: StoredRollout) -> tuple[int, int]:
 
 def _reward(rollout: StoredRollout) -> float:
     return -math.inf if rollout.reward is None else rollout.reward
-
-
-class _Known(dict[str, Any]):
-    """The names of an expression, each looked up at first use."""
-
-    rollout: StoredRollout
-
-    def __missing__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise KeyError(name)
-        value = getattr(self.rollout, name)
-        if name in ("components", "metrics", "agent_metrics", "usage"):
-            value = _Parts(value)
-        self[name] = value
-        return value
 
 
 class _Parts(dict[str, Any]):
@@ -138,7 +128,7 @@ def _check(node: ast.AST, text: str, bound: set[str]) -> None:
         raise ConfigError(f"--where: there is no {node.id!r}.", hint=words)
 
 
-def _evaluator(names: _Known) -> Any:
+def _evaluator(names: Callable[[ast.Name], Any]) -> Any:
     from simpleeval import (  # type: ignore[import-untyped]
         DEFAULT_OPERATORS,
         EvalWithCompoundTypes,

@@ -502,11 +502,9 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> list[Vector]:
         """Returns float32[D] for each text, in order; equal texts are computed once."""
         with self._lock:
-            found: dict[str, Vector] = {}
-            for text in dict.fromkeys(texts):
-                if (kept := self._kept(text)) is not None:
-                    found[text] = kept
-            new = [text for text in dict.fromkeys(texts) if text not in found]
+            known = {text: self._kept(text) for text in texts}
+            found = {text: vector for text, vector in known.items() if vector is not None}
+            new = [text for text in known if text not in found]
             for text, vector in zip(new, self._encoded(new) if new else [], strict=True):
                 found[text] = vector
                 self._keep(text, vector)
