@@ -9,6 +9,7 @@ this server and talks to no other host.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gzip
 import re
 from pathlib import Path
@@ -71,8 +72,6 @@ and npm), then load this page again. Packages of envserver contain the built pag
 
 
 class _File(NamedTuple):
-    changed: int
-    """When the file was changed, in nanoseconds."""
     body: bytes
     packed: bytes
     """`body` compressed with gzip; b"" for a small one."""
@@ -85,7 +84,6 @@ class Dashboard:
     def __init__(self, app: ASGIApp, static: Path = STATIC) -> None:
         self._app = app
         self._static = static
-        self._files: dict[Path, _File] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_read = scope["type"] == "http" and scope["method"] in ("GET", "HEAD")
@@ -107,7 +105,7 @@ class Dashboard:
 
     async def _page(self, scope: Scope, name: str, headers: dict[str, str]) -> Response:
         scope["route"] = SimpleNamespace(path=scope["path"])  # what requests are counted by
-        file = await self._read(self._static / name)
+        file = await asyncio.to_thread(_read, self._static / name)
         if file is None:
             headers = {**headers, "cache-control": "no-store", "vary": "Accept"}
             return Response(_NOT_BUILT, 503, headers, _TYPES[".html"])
@@ -116,7 +114,8 @@ class Dashboard:
 
     async def _asset(self, scope: Scope, name: str) -> Response:
         scope["route"] = SimpleNamespace(path="/ui/{file}")
-        file = await self._read(self._static / "ui" / name) if _NAME.fullmatch(name) else None
+        path = self._static / "ui" / name
+        file = await asyncio.to_thread(_read, path) if _NAME.fullmatch(name) else None
         if file is None:
             headers = {**_HEADERS, "cache-control": "no-store"}
             return PlainTextResponse("There is no such file.", 404, headers)
@@ -124,25 +123,19 @@ class Dashboard:
         kept = {"cache-control": "public, max-age=31536000, immutable", "vary": "Accept-Encoding"}
         return _answer(scope, file, {**_HEADERS, **kept})
 
-    async def _read(self, path: Path) -> _File | None:
-        try:
-            changed = _changed(path)
-            known = self._files.get(path)
-            if known is None or known.changed != changed:
-                known = self._files[path] = await asyncio.to_thread(_loaded, path, changed)
-        except OSError:
-            return None
-        return known
+
+def _read(path: Path) -> _File | None:
+    try:
+        return _loaded(path, path.stat().st_mtime_ns)
+    except OSError:
+        return None
 
 
-def _changed(path: Path) -> int:
-    return path.stat().st_mtime_ns
-
-
-def _loaded(path: Path, changed: int) -> _File:
+@functools.lru_cache(maxsize=16)
+def _loaded(path: Path, changed_ns: int) -> _File:
     body = path.read_bytes()
     packed = gzip.compress(body, mtime=0) if len(body) >= _SMALLEST_COMPRESSED else b""
-    return _File(changed, body, packed, _TYPES.get(path.suffix, "application/octet-stream"))
+    return _File(body, packed, _TYPES.get(path.suffix, "application/octet-stream"))
 
 
 def _answer(scope: Scope, file: _File, headers: dict[str, str]) -> Response:

@@ -7,12 +7,12 @@ on one side only is named and takes no part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from .estimators import Estimate, estimate
+from .estimators import Estimate, estimate, mean
 from .report import Report, Rules, TaskRow, counted_rewards, passes
 
 DRAWS: Final = 100_000
@@ -170,7 +170,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = 1
 
 
-Sides = tuple[TaskRow, TaskRow]
+class TaskPair(NamedTuple):
+    """A task that counts on both sides, with its mean rewards."""
+
+    part: str
+    a: TaskRow
+    b: TaskRow
+    a_mean: float
+    b_mean: float
+
+    @property
+    def difference(self) -> float:
+        return self.b_mean - self.a_mean
 
 
 def compare(
@@ -185,38 +196,37 @@ def compare(
         parts.append(
             _part(
                 name,
-                pairs[name],
+                [pair for pair in pairs if pair.part == name],
                 rules,
                 only_a=[one for one in mine if one not in other],
                 only_b=[one for one in other if one not in mine],
                 other_tasks=changed,
             )
         )
-    everything = [pair for found in pairs.values() for pair in found]
     return Comparison(
         a=names[0],
         b=names[1],
         models=(_models(a.values()), _models(b.values())),
         rules=rules,
         parts=parts,
-        together=_part("all", everything, rules) if len(parts) > 1 else None,
+        together=_part("all", pairs, rules) if len(parts) > 1 else None,
         parts_of_a=[name for name in a if name not in b],
         parts_of_b=[name for name in b if name not in a],
         settings=_settings(a, b, common),
         warnings=[*_warnings(names[0], a.values()), *_warnings(names[1], b.values())],
-        changes=_changes(pairs, rules),
+        changes=_changes(pairs),
     )
 
 
-def task_pairs(
-    a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules
-) -> dict[str, list[Sides]]:
-    found: dict[str, list[Sides]] = {}
-    for name in a:
-        if name in b:
-            mine, other = _counting(a[name], rules), _counting(b[name], rules)
-            both = [(mine[one], other[one]) for one in mine if one in other]
-            found[name] = [(one, two) for one, two in both if not _changed(one, two)]
+def task_pairs(a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules) -> list[TaskPair]:
+    found = []
+    for part in a:
+        other = _counting(b[part], rules) if part in b else {}
+        for task_id, one in _counting(a[part], rules).items():
+            if task_id in other and not _changed(one, other[task_id]):
+                rows = (one, other[task_id])
+                means = (mean(counted_rewards(row, rules)) for row in rows)
+                found.append(TaskPair(part, *rows, *means))
     return found
 
 
@@ -226,27 +236,27 @@ def _counting(report: Report, rules: Rules) -> dict[str, TaskRow]:
 
 def _part(
     name: str,
-    pairs: Sequence[Sides],
+    pairs: Sequence[TaskPair],
     rules: Rules,
     *,
     only_a: Sequence[str] = (),
     only_b: Sequence[str] = (),
     other_tasks: Sequence[str] = (),
 ) -> PartComparison:
-    rewards = [(counted_rewards(one, rules), counted_rewards(two, rules)) for one, two in pairs]
-    passed = [
-        ([float(passes(x, rules)) for x in one], [float(passes(x, rules)) for x in two])
-        for one, two in rewards
-    ]
+    passed = [(_passed(pair.a, rules), _passed(pair.b, rules)) for pair in pairs]
     return PartComparison(
         name=name,
-        reward=_paired([(_mean(one), _mean(two)) for one, two in rewards], rules),
-        passed=_paired([(_mean(one), _mean(two)) for one, two in passed], rules),
+        reward=_paired([(pair.a_mean, pair.b_mean) for pair in pairs], rules),
+        passed=_paired([(mean(one), mean(two)) for one, two in passed], rules),
         fourfold=_fourfold(passed),
         only_a=list(only_a),
         only_b=list(only_b),
         other_tasks=list(other_tasks),
     )
+
+
+def _passed(row: TaskRow, rules: Rules) -> list[float]:
+    return [float(passes(reward, rules)) for reward in counted_rewards(row, rules)]
 
 
 def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None:
@@ -257,8 +267,8 @@ def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None
     worse = sum(one < -_EQUAL for one in differences)
     return Paired(
         tasks=len(means),
-        a=_mean([a for a, _ in means]),
-        b=_mean([b for _, b in means]),
+        a=mean([a for a, _ in means]),
+        b=mean([b for _, b in means]),
         difference=estimate(differences, seed=rules.seed),
         test=sign_flip_test(differences, seed=rules.seed),
         better=better,
@@ -277,10 +287,6 @@ def _fourfold(passed: Sequence[tuple[list[float], list[float]]]) -> Fourfold | N
         only_b=found.count((False, True)),
         neither=found.count((False, False)),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _changed(one: TaskRow, other: TaskRow) -> bool:
@@ -320,16 +326,10 @@ def _warnings(name: str, reports: Iterable[Report]) -> Iterator[str]:
         yield f"{name}: the model was simulated."
 
 
-def _changes(pairs: Mapping[str, Sequence[Sides]], rules: Rules) -> list[Change]:
-    found = [
-        Change(
-            part=part,
-            task_id=one.task_id,
-            a=_mean(counted_rewards(one, rules)),
-            b=_mean(counted_rewards(two, rules)),
-        )
-        for part, rows in pairs.items()
-        for one, two in rows
+def _changes(pairs: Sequence[TaskPair]) -> list[Change]:
+    differing = [pair for pair in pairs if abs(pair.difference) > _EQUAL]
+    differing.sort(key=lambda pair: (pair.difference, pair.part, pair.a.task_id))
+    return [
+        Change(part=pair.part, task_id=pair.a.task_id, a=pair.a_mean, b=pair.b_mean)
+        for pair in differing
     ]
-    differing = [one for one in found if abs(one.b - one.a) > _EQUAL]
-    return sorted(differing, key=lambda one: (one.b - one.a, one.part, one.task_id))

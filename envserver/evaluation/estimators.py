@@ -57,6 +57,10 @@ def _check(attempts: int, passed: int, k: int) -> None:
         raise ValueError(f"{passed} successes of {attempts} attempts at k = {k} cannot be.")
 
 
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
     """Returns the mean of `values`, one for each task, with its percentile bootstrap interval.
 
@@ -66,15 +70,7 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
     Raises:
         ValueError: there are no values.
     """
-    if not values:
-        raise ValueError("There is no mean of nothing.")
-    array = np.asarray(values, dtype=np.float64)
-    mean = math.fsum(values) / len(values)
-    if len(values) == 1:
-        return Estimate(value=mean, low=None, high=None, tasks=1)
-    tail = (1.0 - CONFIDENCE) / 2
-    low, high = np.quantile(_resampled_means(array, seed), [tail, 1.0 - tail])
-    return Estimate(value=mean, low=float(low), high=float(high), tasks=len(values))
+    return estimate_of_means([values], seed=seed)
 
 
 def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate:
@@ -82,18 +78,19 @@ def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Es
     group.
     Raises ValueError: there is no group, or a group has no values.
     """
-    means = [estimate(values, seed=seed).value for values in groups]
+    if not groups or not all(groups):
+        raise ValueError("There is no mean of nothing.")
+    value = math.fsum(math.fsum(values) / len(values) for values in groups) / len(groups)
     tasks = sum(map(len, groups))
-    mean = math.fsum(means) / len(means)
     if all(len(values) == 1 for values in groups):
-        return Estimate(value=mean, low=None, high=None, tasks=tasks)
+        return Estimate(value=value, low=None, high=None, tasks=tasks)
     drawn = [
         _resampled_means(np.asarray(values, dtype=np.float64), seed + number)
         for number, values in enumerate(groups)
     ]
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(np.mean(drawn, axis=0), [tail, 1.0 - tail])
-    return Estimate(value=mean, low=float(low), high=float(high), tasks=tasks)
+    return Estimate(value=value, low=float(low), high=float(high), tasks=tasks)
 
 
 def _resampled_means(values: NDArray[np.float64], seed: int) -> NDArray[np.float64]:

@@ -39,7 +39,6 @@ from .results import (
     read_facts,
     read_results,
     read_tasks,
-    results_of_tasks,
     shortest,
 )
 
@@ -234,14 +233,10 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     pricing: Pricing | None = None
 
     def over(self, before: Counted, model: str) -> Counted:
-        return Counted(
-            pass_at=before.pass_at if self.pass_at is None else self.pass_at,
-            worst=before.worst,
-            best=before.best,
-            failures=self.failures or before.failures,
-            truncated=self.truncated or before.truncated,
-            prices=(self.pricing(model) if self.pricing else None) or before.prices,
-        )
+        rules = {"pass_at": self.pass_at, "failures": self.failures, "truncated": self.truncated}
+        prices = self.pricing(model) if self.pricing else None
+        given = {name: one for name, one in {**rules, "prices": prices}.items() if one is not None}
+        return msgspec.structs.replace(before, **given)
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -380,8 +375,7 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
     path = groups_path(folder, baseline)
     if not path.exists():
         raise InputError(f"{path} is missing.", place=str(path))
-    found = read_results(path, group_size=run.group_size)
-    return results_of_tasks(found.by_group, tasks, group_size=run.group_size), found.model
+    return read_results(path, tasks, group_size=run.group_size)
 
 
 def report_of_files(place: Path, view: View) -> list[Report]:

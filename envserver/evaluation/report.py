@@ -13,7 +13,7 @@ import msgspec
 from envserver_records.costs import Prices
 
 from ..settings.runs import Failures, Truncated
-from .estimators import Estimate, estimate, estimate_of_means, pass_at_k, pass_hat_k
+from .estimators import Estimate, estimate, estimate_of_means, mean, pass_at_k, pass_hat_k
 from .results import AttemptResult, Stepped, TaskResult, shortest, step_measures
 
 
@@ -64,7 +64,7 @@ def _agreement(one: Asked, others: Sequence[Asked]) -> float:
     chances = [
         one.passed * other.passed + (1 - one.passed) * (1 - other.passed) for other in others
     ]
-    return sum(chances) / len(chances)
+    return mean(chances)
 
 
 SCHEMA_VERSION = 1
@@ -274,9 +274,7 @@ def report_run(
 def asked_of(results: Sequence[TaskResult], rules: Rules) -> dict[str, Asked]:
     counted = {result.task_id: rewards_of(result, rules) for result in results}
     return {
-        task_id: Asked(
-            sum(rewards) / len(rewards), sum(passes(one, rules) for one in rewards) / len(rewards)
-        )
+        task_id: Asked(mean(rewards), mean([passes(reward, rules) for reward in rewards]))
         for task_id, rewards in counted.items()
         if rewards
     }
@@ -336,7 +334,7 @@ def measured(values: Sequence[Sequence[float]], rules: Rules) -> Measures | None
     return Measures(
         tasks=len(tried),
         rollouts=sum(map(len, tried)),
-        mean_reward=estimate([sum(task) / len(task) for task in tried], seed=rules.seed),
+        mean_reward=estimate([mean(task) for task in tried], seed=rules.seed),
         pass_at=pass_at,
         pass_hat=pass_hat,
     )
@@ -352,9 +350,7 @@ def difference(
     """Returns the mean reward of `run` minus that of `baseline` over the tasks of both, if any."""
     others = {result.task_id: rewards_of(result, rules) for result in baseline}
     pairs = [(rewards_of(result, rules), others.get(result.task_id)) for result in run]
-    values = [
-        sum(mine) / len(mine) - sum(other) / len(other) for mine, other in pairs if mine and other
-    ]
+    values = [mean(mine) - mean(other) for mine, other in pairs if mine and other]
     return estimate(values, seed=rules.seed) if values else None
 
 
@@ -469,7 +465,7 @@ def _means(all_values: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for values in all_values:
         for name, value in values.items():
             found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+    return {name: mean(values) for name, values in sorted(found.items())}
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
@@ -510,9 +506,9 @@ def suite_of(parts: Sequence[Report]) -> Suite:
         [found for row in part.run.tasks if (found := counted_rewards(row, part.rules))]
         for part in parts
     ]
-    means = [[sum(task) / len(task) for task in tasks] for tasks in rewards if tasks]
+    means = [[mean(task) for task in tasks] for tasks in rewards if tasks]
     passed = [
-        [sum(passes(one, part.rules) for one in task) / len(task) for task in tasks]
+        [mean([passes(reward, part.rules) for reward in task]) for task in tasks]
         for part, tasks in zip(parts, rewards, strict=True)
         if tasks
     ]
@@ -535,15 +531,11 @@ def _totals(parts: Sequence[Report]) -> Totals:
     paid = [cost.total_cost for cost in costs if cost.total_cost is not None]
     currencies = {part.prices.currency for part in parts if part.prices is not None}
     known = bool(paid) and len(currencies) == 1
+    counted = ("tasks", "tasks_lost", "scored", "lost", "truncated")
+    spent = ("prompt_tokens", "completion_tokens", "seconds")
     return Totals(
-        tasks=sum(count.tasks for count in counts),
-        tasks_lost=sum(count.tasks_lost for count in counts),
-        scored=sum(count.scored for count in counts),
-        lost=sum(count.lost for count in counts),
-        truncated=sum(count.truncated for count in counts),
-        prompt_tokens=sum(cost.total_prompt_tokens for cost in costs),
-        completion_tokens=sum(cost.total_completion_tokens for cost in costs),
-        seconds=sum(cost.total_seconds for cost in costs),
+        **{name: sum(getattr(count, name) for count in counts) for name in counted},
+        **{name: sum(getattr(cost, f"total_{name}") for cost in costs) for name in spent},
         cost=sum(paid) if known else None,
         currency=next(iter(currencies)) if known else "",
     )

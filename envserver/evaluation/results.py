@@ -18,7 +18,7 @@ from envserver_records.records import Task
 
 from ..actions import CUT
 from ..export.stored_sources import records
-from .estimators import Estimate, estimate
+from .estimators import Estimate, estimate, mean
 
 # A step is an action that the agent logged (`run.log_action`), without `finalize` and what the
 # other side of a conversation said. A step is a repetition if the same tool had the same input and
@@ -95,7 +95,7 @@ def step_measures(
         }
         for name, numbers in found.items():
             if numbers:
-                values.setdefault(name, []).append(sum(numbers) / len(numbers))
+                values.setdefault(name, []).append(mean(numbers))
     return {name: estimate(numbers, seed=seed) for name, numbers in values.items()}
 
 
@@ -186,30 +186,14 @@ class GroupFacts(msgspec.Struct):
     seed: int = 0
     asked: int | None = None
 
+    @property
+    def failed(self) -> dict[str, int]:
+        """The failures by kind, retried ones included."""
+        return Counter(failure.kind for failure in self.failures)
+
 
 class _Line(msgspec.Struct):
     envserver: GroupFacts
-
-
-class Results(msgspec.Struct):
-    """The contents of a groups file: results by group id, and the model ("": unknown)."""
-
-    by_group: dict[str, TaskResult]
-    model: str = ""
-
-
-def read_results(path: Path, *, group_size: int) -> Results:
-    """Reads the results from a file that `envserver evaluate` or `process` wrote."""
-    results = Results({})
-    for facts in read_facts(path):
-        results.model = facts.model
-        results.by_group[facts.group_id] = TaskResult(
-            task_id=facts.task_id,
-            attempts=facts.rollouts,
-            lost=max(0, group_size - len(facts.rollouts)),
-            failed=Counter(failure.kind for failure in facts.failures),
-        )
-    return results
 
 
 def read_facts(path: Path) -> Iterator[GroupFacts]:
@@ -248,17 +232,27 @@ def read_tasks(path: Path) -> list[TaskFacts]:
     return list(records(path, TaskFacts, "a task"))
 
 
-def results_of_tasks(
-    results: Mapping[str, TaskResult], tasks: Iterable[TaskFacts], *, group_size: int
-) -> list[TaskResult]:
-    """Returns the results of `tasks` that have any; all attempts of a dropped group are lost."""
-    found = []
-    for facts in tasks:
-        result = results.get(facts.group_id)
-        if result is None and facts.dropped is not None:
-            result = TaskResult(
-                task_id=facts.task_id, attempts=[], lost=group_size, failed=facts.dropped
+def read_results(
+    groups: Path, tasks: Iterable[TaskFacts], *, group_size: int
+) -> tuple[list[TaskResult], str]:
+    """Returns the results of the tasks that have any, from a file that `envserver evaluate` or
+    `process` wrote, and its model ("": unknown); all attempts of a dropped group are lost.
+    """
+    by_group = {facts.group_id: facts for facts in read_facts(groups)}
+    results = []
+    for task in tasks:
+        group = by_group.get(task.group_id)
+        if group is None and task.dropped is None:
+            continue
+        attempts = group.rollouts if group is not None else []
+        results.append(
+            TaskResult(
+                task_id=task.task_id,
+                attempts=attempts,
+                lost=max(0, group_size - len(attempts)),
+                failed=group.failed if group is not None else task.dropped or {},
+                labels=task.labels,
+                digest=task.digest,
             )
-        if result is not None:
-            found.append(msgspec.structs.replace(result, labels=facts.labels, digest=facts.digest))
-    return found
+        )
+    return results, next((facts.model for facts in reversed(by_group.values())), "")

@@ -11,7 +11,7 @@ import msgspec
 
 from .comparison import Comparison, Paired, PartComparison
 from .estimators import Estimate
-from .report import CORRECT, Costs, Measures, Report, Rules, RunReport, Suite, attempts_of
+from .report import CORRECT, Measures, Report, Rules, RunReport, Suite, attempts_of
 
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
 _TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}
@@ -34,11 +34,11 @@ def tables_of(report: Report) -> list[TextTable]:
         _results(report),
         _robustness(report),
         _by_attempts(report),
-        _steps(report),
-        _events(report),
-        _took(report),
+        _by_run("Steps", report, _steps_of),
+        _by_run("Outcomes", report, _events_of, lacking="0"),
+        _by_run("Tokens, time and cost", report, _took_of),
         _harness(report),
-        _means(report),
+        _by_run("Means over attempts", report, _means_of),
     ]
     return [table for table in tables if table.rows]
 
@@ -254,60 +254,52 @@ def _by_attempts(report: Report) -> TextTable:
     return TextTable("By number of attempts", header, rows)
 
 
-def _steps(report: Report) -> TextTable:
-    runs = _runs(report)
-    names = dict.fromkeys(name for run in runs.values() for name in run.steps)
-    rows = [
-        [name, *(estimate_text(run.steps.get(name)) for run in runs.values())] for name in names
-    ]
-    return TextTable("Steps", ["", *runs], rows)
+def _by_run(
+    title: str, report: Report, facts_of: Callable[[RunReport], dict[str, str]], lacking: str = "-"
+) -> TextTable:
+    """Returns a table with a column for each run; `lacking` stands for what a run lacks."""
+    runs = {name: facts_of(run) for name, run in _runs(report).items()}
+    names = dict.fromkeys(name for facts in runs.values() for name in facts)
+    rows = [[name, *(facts.get(name, lacking) for facts in runs.values())] for name in names]
+    return TextTable(title, ["", *runs], rows)
 
 
-def _events(report: Report) -> TextTable:
-    runs = list(_runs(report).values())
-    facts: dict[str, list[str]] = {
-        "tasks": [str(run.counts.tasks) for run in runs],
-        "tasks without a score": [str(run.counts.tasks_lost) for run in runs],
-        "attempts scored": [str(run.counts.scored) for run in runs],
-        "attempts lost to infrastructure, of all": [
-            _share(run.counts.lost, run.counts.lost + run.counts.scored) for run in runs
-        ],
-        "attempts cut off, of those scored": [
-            _share(run.counts.truncated, run.counts.scored) for run in runs
-        ],
+def _steps_of(run: RunReport) -> dict[str, str]:
+    return {name: estimate_text(found) for name, found in run.steps.items()}
+
+
+def _events_of(run: RunReport) -> dict[str, str]:
+    counts = run.counts
+    return {
+        "tasks": str(counts.tasks),
+        "tasks without a score": str(counts.tasks_lost),
+        "attempts scored": str(counts.scored),
+        "attempts lost to infrastructure, of all": _share(counts.lost, counts.lost + counts.scored),
+        "attempts cut off, of those scored": _share(counts.truncated, counts.scored),
+        **{f"ended by limit {name}": str(n) for name, n in sorted(counts.limits.items())},
+        **{f"failed (may be retried): {name}": str(n) for name, n in sorted(counts.failed.items())},
     }
-    for limit in sorted({name for run in runs for name in run.counts.limits}):
-        facts[f"ended by limit {limit}"] = [str(run.counts.limits.get(limit, 0)) for run in runs]
-    for kind in sorted({name for run in runs for name in run.counts.failed}):
-        facts[f"failed (may be retried): {kind}"] = [
-            str(run.counts.failed.get(kind, 0)) for run in runs
-        ]
-    rows = [[name, *values] for name, values in facts.items()]
-    return TextTable("Outcomes", ["", *_runs(report)], rows)
 
 
-def _took(report: Report) -> TextTable:
-    all_costs = [run.costs for run in _runs(report).values()]
-    currency = next((one.currency for one in all_costs if one and one.currency), "")
-    facts: dict[str, Callable[[Costs], str]] = {
-        "prompt tokens": lambda costs: f"{costs.total_prompt_tokens:,}",
-        "completion tokens": lambda costs: f"{costs.total_completion_tokens:,}",
-        "seconds of attempts": lambda costs: _number(costs.total_seconds),
-        "seconds in sandboxes": lambda costs: _number(costs.total_sandbox_seconds),
-        "seconds of scoring": lambda costs: _number(costs.total_scoring_seconds),
-        "tokens of the judge": lambda costs: f"{costs.total_judge_tokens:,}",
+def _took_of(run: RunReport) -> dict[str, str]:
+    costs = run.costs
+    if costs is None:
+        return {}
+    facts = {
+        "prompt tokens": f"{costs.total_prompt_tokens:,}",
+        "completion tokens": f"{costs.total_completion_tokens:,}",
+        "seconds of attempts": _number(costs.total_seconds),
+        "seconds in sandboxes": _number(costs.total_sandbox_seconds),
+        "seconds of scoring": _number(costs.total_scoring_seconds),
+        "tokens of the judge": f"{costs.total_judge_tokens:,}",
     }
-    if currency:
+    if costs.currency:
         facts |= {
-            f"cost ({currency})": lambda costs: _money(costs.total_cost),
-            f"per attempt ({currency})": lambda costs: _money(costs.cost),
-            f"per passing attempt ({currency})": lambda costs: _money(costs.cost_of_pass),
+            f"cost ({costs.currency})": _money(costs.total_cost),
+            f"per attempt ({costs.currency})": _money(costs.cost),
+            f"per passing attempt ({costs.currency})": _money(costs.cost_of_pass),
         }
-    rows = [
-        [name, *("-" if costs is None else text_of(costs) for costs in all_costs)]
-        for name, text_of in facts.items()
-    ]
-    return TextTable("Tokens, time and cost", ["", *_runs(report)], rows)
+    return facts
 
 
 def _harness(report: Report) -> TextTable:
@@ -320,19 +312,15 @@ def _harness(report: Report) -> TextTable:
     return TextTable("The harness's own numbers", ["metric, filter", "value", "error"], rows)
 
 
-def _means(report: Report) -> TextTable:
-    runs = [_means_of(run) for run in _runs(report).values()]
-    names = dict.fromkeys(name for run in runs for name in run)
-    rows = [[name, *(_number(run.get(name)) for run in runs)] for name in names]
-    return TextTable("Means over attempts", ["", *_runs(report)], rows)
-
-
-def _means_of(run: RunReport) -> dict[str, float]:
-    costs = msgspec.structs.asdict(run.costs) if run.costs is not None else {}
-    costs = {name: value for name, value in costs.items() if name in _PER_ATTEMPT}
-    own = {f"component {name}": value for name, value in run.components.items()}
-    metrics = {name: value for name, value in run.metrics.items() if not name.startswith(CORRECT)}
-    return costs | own | {f"metric {name}": value for name, value in metrics.items()}
+def _means_of(run: RunReport) -> dict[str, str]:
+    means = {name: getattr(run.costs, name) for name in _PER_ATTEMPT if run.costs is not None}
+    means |= {f"component {name}": value for name, value in run.components.items()}
+    means |= {
+        f"metric {name}": value
+        for name, value in run.metrics.items()
+        if not name.startswith(CORRECT)
+    }
+    return {name: _number(value) for name, value in means.items()}
 
 
 _PER_ATTEMPT = ("turns", "prompt_tokens", "completion_tokens", "seconds")

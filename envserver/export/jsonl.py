@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import functools
 import os
 import stat
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -146,6 +145,7 @@ _OF_GROUP = (
     *("rendering", "services", "created_at"),
 )
 _OF_ROLLOUT = ("output", "finish_reason", "truncated", "limit", "turns", "tools", "flags")
+_OF_SCORE = ("reward", "components", "metrics", "rewards")
 _IF_ANY = ("hooks", "egress", "timings", "attempts", "printed")
 _BEGINNING = b'{"tokens"'
 
@@ -200,10 +200,7 @@ def _rollouts(
                 "rollout_id": trajectory.rollout_id,
                 "attempt": trajectory.attempt,
                 "rows": list(range(row, row + rows)),
-                "reward": trajectory.score.reward,
-                "components": trajectory.score.components,
-                "metrics": trajectory.score.metrics,
-                "rewards": trajectory.score.rewards,
+                **{name: getattr(trajectory.score, name) for name in _OF_SCORE},
                 "turn_rewards": [asdict(reward) for reward in trajectory.score.turns],
                 "logged_turn_rewards": [asdict(reward) for reward in trajectory.turn_rewards],
                 "agent_calls": trajectory.agent_calls,
@@ -293,19 +290,19 @@ class JsonlSink:
 @contextlib.asynccontextmanager
 async def open_sink(
     path: Path,
+    identities: Sequence[dict[str, Any]],
+    line_of: Callable[[Group], bytes],
     *,
-    env: str,
-    split: str,
-    seed: int,
     resume: bool,
     overwrite: bool,
-    include_messages: bool,
-    score_range: ScoreRange,
-    include_actions: bool = False,
-    include_experts: bool = False,
-    beside: Sequence[Mapping[str, Any]] = (),
     tell: Callable[[Scored], None] | None = None,
 ) -> AsyncIterator[JsonlSink]:
+    """Opens a file for the groups of a run.
+
+    Args:
+        identities: the `env`, `split` and `seed` that groups of this run may have.
+        tell: called with what is known of each group that is there already.
+    """
     with await asyncio.to_thread(open_appending, path) as file:
         lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
@@ -314,18 +311,10 @@ async def open_sink(
             )
         written = _Written(set(), set())
         if not overwrite:
-            expected = [{"env": env, "split": split, "seed": seed}, *map(dict, beside)]
-            written = await asyncio.to_thread(_read, path, expected, tell)
+            written = await asyncio.to_thread(_read, path, identities, tell)
             if tell is not None and resume:
                 await asyncio.to_thread(_read_dropped, failures_path(path), tell)
             cut_torn_line(file)
-        line_of = functools.partial(
-            group_line,
-            include_messages=include_messages,
-            include_actions=include_actions,
-            include_experts=include_experts,
-            score_range=score_range,
-        )
         with contextlib.closing(OutputFile(path, file, replaces=overwrite)) as output:
             yield JsonlSink(path, output, written, line_of)
 
@@ -364,7 +353,7 @@ class _Written(msgspec.Struct):
 
 
 def _read(
-    path: Path, expected: list[dict[str, Any]], tell: Callable[[Scored], None] | None
+    path: Path, expected: Sequence[dict[str, Any]], tell: Callable[[Scored], None] | None
 ) -> _Written:
     decoder = msgspec.json.Decoder(_Line)
     written = _Written(set(), set())
@@ -444,10 +433,10 @@ class FailuresFile:
 
     def write(self, event: Event) -> None:
         if isinstance(event, RolloutFailed):
-            self._append({"event": "rollout_failed", **_facts(event), **asdict(event.failure)})
+            self._append({"event": "rollout_failed", **asdict(event), **asdict(event.failure)})
         elif isinstance(event, GroupDropped):
             self._append(
-                {"event": "group_dropped", **_facts(event)}
+                {"event": "group_dropped", **asdict(event)}
                 | {"scored": None if event.scored is None else asdict(event.scored)}
             )
 
@@ -460,7 +449,3 @@ class FailuresFile:
             log.warning("failures_file.not_written", path=str(self.path), error=str(error))
         else:
             self.lines += 1
-
-
-def _facts(event: RolloutFailed | GroupDropped) -> dict[str, Any]:
-    return {name: getattr(event, name) for name in event.__struct_fields__}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ def template(package: str, name: str, **filters: Callable[..., Any]) -> jinja2.T
     Invisible characters of data are made visible; a content policy forbids scripts and requests.
     """
     made = _environment(package)
-    made.filters |= filters
+    made.filters |= {"time": _time, **filters}
     return made.get_template(name)
 
 
@@ -32,3 +33,12 @@ def _environment(package: str) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    try:
+        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "unknown"

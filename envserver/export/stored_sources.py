@@ -128,11 +128,6 @@ def records(path: Path, kind: type[T], what: str, *, may_be_torn: bool = False) 
                 ) from error
 
 
-def file_groups(path: Path, on_bytes: OnBytes | None) -> Iterator[RawGroup]:
-    with opened(path, on_bytes) as file:
-        yield from lines_of(file, str(path))
-
-
 def lines_of(file: IO[bytes], name: str) -> Iterator[RawGroup]:
     """Yields the groups of an open file; skips an unfinished last line with a warning."""
     for number, line in enumerate(file, 1):
@@ -172,7 +167,13 @@ def open_source(source: str, on_bytes: OnBytes | None = None) -> Iterator[RawGro
         return of_database(source)
     if source == "-":
         return lines_of(sys.stdin.buffer, "standard input")
-    return (raw for path in files_of(source) for raw in file_groups(path, on_bytes))
+    return _of_files(files_of(source), on_bytes)
+
+
+def _of_files(paths: Sequence[Path], on_bytes: OnBytes | None) -> Iterator[RawGroup]:
+    for path in paths:
+        with opened(path, on_bytes) as file:
+            yield from lines_of(file, str(path))
 
 
 def size_of(sources: Sequence[str]) -> int | None:

@@ -6,6 +6,7 @@ ended, and every number is finite.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -56,7 +57,7 @@ def unified(
         tokens: include the training rows, not only the conversations.
     """
     if question is None:
-        question = _first_question(trajectory.messages)
+        question = first_question(trajectory.messages)
     if final_answer is None:
         result = Result(output=trajectory.output, messages=trajectory.messages)
         final_answer = answer_text(result)
@@ -87,33 +88,27 @@ def unified(
             "finish_reason": trajectory.finish_reason,
             "limit": trajectory.limit,
             "flags": trajectory.flags,
-            **_present(hooks=trajectory.hooks, egress=trajectory.egress),
-            **_present(cost=trajectory.usage.cost),
-            **_present(timings=[compact_timing(timing) for timing in trajectory.timings]),
-            **_present(attempts=trajectory.attempts),
+            **_present(
+                hooks=trajectory.hooks,
+                egress=trajectory.egress,
+                cost=trajectory.usage.cost,
+                timings=[compact_timing(timing) for timing in trajectory.timings],
+                attempts=trajectory.attempts,
+            ),
             "sequences": list(_sequences(trajectory, tokens)),
         },
     }
 
 
-def unified_of(
-    rollout: StoredRollout,
-    *,
-    task_id: str | None = None,
-    tokens: bool = False,
-    source: str = "envserver",
-) -> Json:
+def unified_of(rollout: StoredRollout, *, tokens: bool = False) -> Json:
     """Returns a delivered rollout as a unified trajectory; `metadata.task_id` is its task's id."""
     document = unified(
         msgspec.structs.replace(trajectory_of(rollout), env=rollout.domain),
         ended_at=rollout.created_at,
         model=rollout.model,
         seed=rollout.seed,
-        source=source,
         tokens=tokens,
     )
-    if task_id is not None:
-        document["task_id"] = task_id
     document["metadata"] |= {
         "task_id": rollout.task_id,
         "group_id": rollout.group_id,
@@ -140,12 +135,20 @@ def actions_of(messages: list[Message]) -> list[Json]:
         if said := text_of(message):
             actions.append(_action(len(actions) + 1, "reason", {}, said))
         for call in message.get("tool_calls") or ():
-            function = call.get("function") or {}
+            tool, arguments = called(call)
             output = results.get(call.get("id"), "")
-            tool = str(function.get("name") or "unnamed")
-            arguments = _arguments(function.get("arguments"))
             actions.append(_action(len(actions) + 1, tool, arguments, output))
     return actions
+
+
+def called(call: Any) -> tuple[str, Any]:
+    """Returns the function of a tool call and its arguments, as text if that is not JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments or {}
+    return str(function.get("name") or "unnamed"), arguments
 
 
 def problems_of(document: Any, *, domains: Collection[str] = DOMAINS) -> list[str]:
@@ -211,7 +214,7 @@ def _about_numbers(value: Any, place: str) -> Iterator[str]:
             yield from _about_numbers(inner, f"{place}[{index}]")
 
 
-def _first_question(messages: list[Message]) -> str | None:
+def first_question(messages: list[Message]) -> str | None:
     return next((text_of(message) for message in messages if message.get("role") == "user"), None)
 
 
@@ -226,13 +229,6 @@ def _finalized(actions: list[Json], answer: str) -> list[Json]:
 
 def _action(step: int, tool: str, input: Any, output: Any) -> Json:
     return {"step": step, "tool": tool, "input": input, "output": output}
-
-
-def _arguments(text: Any) -> Any:
-    try:
-        return json.loads(text) if isinstance(text, str) else text or {}
-    except ValueError:
-        return text
 
 
 def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
@@ -259,9 +255,8 @@ SOLVED = 0.999
 _TRACE_SCHEMA = Path(__file__).with_name("trace.schema.json")
 
 
-def trace_of(rollout: StoredRollout, *, label: str = "auto", number: int = 1) -> Json:
+def trace_of(rollout: StoredRollout, *, label: str, number: int) -> Json:
     """Returns `rollout` as a trace: the one in `output["trace"]`, else one made of its actions."""
-    label = label_of(rollout) if label == "auto" else label
     output = rollout.output
     if isinstance(output, dict) and not problems_of_trace(output.get("trace")):
         return {**output["trace"], "label": label}

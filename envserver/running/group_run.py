@@ -19,7 +19,7 @@ from envserver_records.errors import ConfigError
 from envserver_records.records import Group
 
 from ..environment import Environment
-from ..export.jsonl import FailuresFile, JsonlSink, open_sink
+from ..export.jsonl import FailuresFile, JsonlSink, group_line, open_sink
 from ..judges.server import JudgeServer
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
@@ -280,14 +280,16 @@ class GroupRun:
         sink = await stack.enter_async_context(
             open_sink(
                 path,
-                **identities[0],
-                beside=identities[1:],
+                identities,
+                partial(
+                    group_line,
+                    include_messages=first.include_messages,
+                    include_actions=first.include_actions,
+                    include_experts=first.include_experts,
+                    score_range=first.score_range,
+                ),
                 resume=self.resume,
                 overwrite=self.overwrite,
-                include_messages=first.include_messages,
-                include_actions=first.include_actions,
-                include_experts=first.include_experts,
-                score_range=first.score_range,
                 tell=learn if learners else None,
             )
         )

@@ -28,6 +28,7 @@ from ..rollouts.events import Event, GroupDropped, Observer, RolloutFailed, Runn
 from ..settings.section import Described
 from ..store import GroupRow, Store
 from ..store.listing import GroupQuery
+from ..store.lookups import GroupLookups
 from ..telemetry.alarm_facts import Alarm
 from ..telemetry.history import Numbers
 from ..telemetry.redaction import printable, redacted
@@ -327,6 +328,22 @@ _DROPS: Final[tuple[tuple[str, str, Fault, str], ...]] = (
 _TOLD_OF_ENGINES: Final = ("breaker", "weights_version", "ready", "standing")
 
 
+async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
+    """Publishes the groups after `feed.seq` up to `last`, or their number if they are many."""
+    seen = feed.seq
+    if last <= seen:
+        return
+    rows = []
+    if last - seen <= MOST_ALONE:
+        page = await groups.list_groups(GroupQuery(after=seen), "", last - seen)
+        rows = [one for one in page.groups if one.row.seq <= last]
+    if len(rows) < last - seen:  # many, or some were removed already
+        feed.publish("groups", missed(seen, last), seq=last)
+        return
+    for one in rows:
+        feed.publish("group", summary(one), seq=one.row.seq)
+
+
 class Follower:
     """Publishes what changed since the last look; `load` it first."""
 
@@ -360,7 +377,7 @@ class Follower:
     async def look(self) -> None:
         async with self._lock:
             try:
-                await self._tell_groups()
+                await tell_groups(self._feed, self._store, self._store.last_seq)
             except StoreError as error:  # the next look publishes them
                 log.warning("groups_not_told", error=str(error))
             await self._note_drops()
@@ -368,20 +385,6 @@ class Follower:
             self._tell_runs()
             for row in self._changed_engines():
                 self._feed.publish("engine", row)
-
-    async def _tell_groups(self) -> None:
-        seen, last = self._feed.seq, self._store.last_seq
-        if last <= seen:
-            return
-        rows = []
-        if last - seen <= MOST_ALONE:
-            page = await self._store.list_groups(GroupQuery(after=seen), "", last - seen)
-            rows = [one for one in page.groups if one.row.seq <= last]
-        if len(rows) < last - seen:  # many, or some were removed already
-            self._feed.publish("groups", missed(seen, last), seq=last)
-            return
-        for one in rows:
-            self._feed.publish("group", summary(one), seq=one.row.seq)
 
     async def _note_drops(self) -> None:
         counters = await self._store.counters()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import msgspec
 from envserver_records.errors import InputError, NotFoundError
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..evaluation.comparison import Comparison, compare, task_pairs
+from ..evaluation.comparison import Comparison, TaskPair, compare, task_pairs
 from ..evaluation.folders import RUN_FILE, View, called_alike, read_run
-from ..evaluation.report import Report, Rules, RunReport, TaskRow, counted_rewards, suite_of
+from ..evaluation.report import Report, Rules, RunReport, suite_of
 from ..evaluation.tables import comparison_notes, notes_of, verdicts_of
 from ..trainers.bodies import MOST_GROUPS
 from .index import IndexReader
@@ -39,7 +38,7 @@ class ComparisonSearch(BaseModel):
     order: TaskOrder = "worst"
     environment: str = ""
     text: str = ""
-    cursor: str = ""
+    cursor: int = Field(0, ge=0)
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
 
@@ -72,9 +71,9 @@ class Evaluations:
         one = await self._run(a)
         two = called_alike(one, await self._run(b))
         found = await self._compared_runs((a, one), (b, two))
-        start = _start(wanted.cursor)
         pairs = await asyncio.to_thread(_chosen, one, two, found.rules, wanted)
-        page = pairs[start : start + wanted.limit]
+        end = wanted.cursor + wanted.limit
+        page = pairs[wanted.cursor : end]
         parts = {pair.part for pair in page}
         a_groups = {part: await self._groups(a, one[part]) for part in parts}
         b_groups = {part: await self._groups(b, two[part]) for part in parts}
@@ -88,7 +87,7 @@ class Evaluations:
                     "task_id": pair.a.task_id,
                     "a_mean": pair.a_mean,
                     "b_mean": pair.b_mean,
-                    "difference": pair.b_mean - pair.a_mean,
+                    "difference": pair.difference,
                     "a_rewards": pair.a.rewards[:_MOST_REWARDS],
                     "b_rewards": pair.b.rewards[:_MOST_REWARDS],
                     "a_group": a_groups[pair.part].get(pair.a.task_id),
@@ -97,7 +96,7 @@ class Evaluations:
                 for pair in page
             ],
             "total": len(pairs),
-            "cursor": _cursor(start + wanted.limit) if start + wanted.limit < len(pairs) else "",
+            "cursor": str(end) if end < len(pairs) else "",
         }
 
     async def _compared_runs(self, a: tuple[str, Run], b: tuple[str, Run]) -> Comparison:
@@ -154,17 +153,18 @@ def _part(name: str, report: Report) -> dict[str, Any]:
 
 
 def _numbers(run: RunReport) -> dict[str, Any]:
-    overall = run.overall
+    overall = {} if run.overall is None else _plain(run.overall)
+    reward = overall.get("mean_reward", {})
     return {
-        "reward_mean": None if overall is None else overall.mean_reward.value,
-        "low": None if overall is None else overall.mean_reward.low,
-        "high": None if overall is None else overall.mean_reward.high,
+        "reward_mean": reward.get("value"),
+        "low": reward.get("low"),
+        "high": reward.get("high"),
         "tasks": run.counts.tasks,
         "rollouts": run.counts.scored,
         "lost": run.counts.lost,
         "truncated": run.counts.truncated,
-        "pass_at": {} if overall is None else _plain(overall.pass_at),
-        "pass_hat": {} if overall is None else _plain(overall.pass_hat),
+        "pass_at": overall.get("pass_at", {}),
+        "pass_hat": overall.get("pass_hat", {}),
         "by": {
             label: {value: _plain(one.mean_reward) for value, one in values.items()}
             for label, values in run.by.items()
@@ -184,31 +184,14 @@ def _facts(found: Comparison) -> dict[str, Any]:
     return facts
 
 
-class _Pair(NamedTuple):
-    part: str
-    a: TaskRow
-    b: TaskRow
-    a_mean: float
-    b_mean: float
-
-
-def _chosen(a: Run, b: Run, rules: Rules, wanted: ComparisonSearch) -> list[_Pair]:
+def _chosen(a: Run, b: Run, rules: Rules, wanted: ComparisonSearch) -> list[TaskPair]:
     found = [
-        _Pair(part, one, two, _mean(one, rules), _mean(two, rules))
-        for part, sides in task_pairs(a, b, rules).items()
-        if wanted.environment in ("", part)
-        for one, two in sides
-        if wanted.text.lower() in one.task_id.lower()
+        pair
+        for pair in task_pairs(a, b, rules)
+        if wanted.environment in ("", pair.part) and wanted.text.lower() in pair.a.task_id.lower()
     ]
     sign = {"worst": 1, "best": -1, "task": 0}[wanted.order]
-    return sorted(
-        found, key=lambda one: (sign * (one.b_mean - one.a_mean), one.part, one.a.task_id)
-    )
-
-
-def _mean(row: TaskRow, rules: Rules) -> float:
-    values = counted_rewards(row, rules)
-    return sum(values) / len(values)
+    return sorted(found, key=lambda pair: (sign * pair.difference, pair.part, pair.a.task_id))
 
 
 def _models(run: Run) -> str:
@@ -223,18 +206,3 @@ def _state(place: Path) -> list[tuple[str, int, int]]:
     paths = [*place.rglob("*.jsonl"), *place.rglob(RUN_FILE)] if place.is_dir() else [place]
     facts = [(str(path), path.stat()) for path in sorted(paths)]
     return [(path, one.st_size, one.st_mtime_ns) for path, one in facts]
-
-
-def _cursor(start: int) -> str:
-    return base64.urlsafe_b64encode(str(start).encode()).decode()
-
-
-def _start(cursor: str) -> int:
-    if not cursor:
-        return 0
-    try:
-        return max(0, int(base64.urlsafe_b64decode(cursor)))
-    except ValueError:
-        raise InputError(
-            f"The cursor {cursor[:80]!r} is not one of these tasks.", place="query.cursor"
-        ) from None

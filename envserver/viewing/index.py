@@ -11,7 +11,7 @@ import hashlib
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -154,22 +154,25 @@ class Index:
 
         Ids begin with the run, if any, and end with a number where one comes again.
         """
-        put = self._sql.execute
+        put = self._insert
         if isinstance(found, InputError):
-            put("INSERT INTO problems VALUES (?)", (found.message[:1000],))
+            put("problems", found.message[:1000])
             return
         seq, facts = self.next_seq, found.facts
         self.next_seq += 1
         group_id = self._unique(f"{run}/{facts.group_id}" if run else facts.group_id)
         sizes = (facts.size, facts.tokens, facts.max_length)
         origin = (facts.policy_version, None, facts.created_at)
-        put(_INTO_GROUPS, (seq, group_id, facts.env, "group", *sizes, *origin))
-        put(_INTO_FACTS, facts_row(seq, facts.env, facts.facts))
+        put("groups", seq, group_id, facts.env, "group", *sizes, *origin)
+        put("group_facts", *facts_row(seq, facts.env, facts.facts))
         delivery = (facts.env, facts.policy_version, found.length, "acked", None, None)
-        put(_INTO_DELIVERIES, (SHARED, seq, *delivery))
-        put(_INTO_PLACES, (seq, number, found.start, found.length, found.line))
+        put("deliveries", SHARED, seq, *delivery)
+        put("places", seq, number, found.start, found.length, found.line)
         if found.body is not None:
-            put(_INTO_BODIES, (seq, *encode(found.body)))
+            put("bodies", seq, *encode(found.body))
+
+    def _insert(self, table: str, *values: Any) -> None:
+        self._sql.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
 
     def problems(self) -> tuple[int, list[str]]:
         (count,) = self._sql.execute("SELECT count(*) FROM problems").fetchone()
@@ -181,21 +184,10 @@ class Index:
 
     def _unique(self, group_id: str) -> str:
         number, unique = 2, group_id
-        while self._sql.execute(_EXISTS, (unique,)).fetchone():
+        exists = "SELECT 1 FROM groups WHERE group_id = ?"
+        while self._sql.execute(exists, (unique,)).fetchone():
             unique, number = f"{group_id}~{number}", number + 1
         return unique
-
-
-def _into(table: str, columns: int) -> str:
-    return f"INSERT INTO {table} VALUES ({', '.join('?' * columns)})"
-
-
-_INTO_GROUPS: Final = _into("groups", len(groups.columns))
-_INTO_FACTS: Final = _into("group_facts", len(group_facts.columns))
-_INTO_DELIVERIES: Final = _into("deliveries", len(deliveries.columns))
-_INTO_BODIES: Final = _into("bodies", len(bodies.columns))
-_INTO_PLACES: Final = _into("places", 5)
-_EXISTS: Final = "SELECT 1 FROM groups WHERE group_id = ?"
 
 
 def _opened(path: Path) -> sqlite3.Connection:
@@ -315,15 +307,9 @@ def _has(line: bytes, needle: bytes) -> bool:
 def _those(rows: Any, needle: bytes) -> list[int]:
     found = []
     for seq, path, start, length, encoding, body in rows:
-        if encoding is not None:
-            line = decode(encoding, body)
-        else:
-            try:
-                line = _read_at(Path(path or ""), start, length)
-            except OSError:  # it was removed meanwhile
-                continue
-        if _has(line, needle):
-            found.append(seq)
+        with suppress(OSError):  # it was removed meanwhile
+            if _has(_line(path, start, length, encoding, body), needle):
+                found.append(seq)
     return found
 
 
@@ -402,11 +388,7 @@ def _packed(
 ) -> bytes:
     place = f"{path}, line {line}" if line else str(path)
     try:
-        data = (
-            _read_at(Path(path or ""), start, length)
-            if encoding is None
-            else decode(encoding, body)
-        )
+        data = _line(path, start, length, encoding, body)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     packed = pack(replace(group_of_line(data, place), group_id=group_id))
@@ -417,7 +399,10 @@ def _packed(
     return packed
 
 
-def _read_at(path: Path, start: int, length: int) -> bytes:
-    with path.open("rb") as file:
+def _line(path: str | None, start: int, length: int, encoding: int | None, body: Any) -> bytes:
+    """Returns the line of a group, from its file or, where that lacks it, from the index."""
+    if encoding is not None:
+        return decode(encoding, body)
+    with Path(path or "").open("rb") as file:
         file.seek(start)
         return file.read(length)

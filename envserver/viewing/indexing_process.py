@@ -15,8 +15,8 @@ from envserver_records.errors import StoreError
 
 from ..store.listing import GroupQuery
 from ..store.lookups import GroupLookups
-from ..trainers.groups import summary
-from ..trainers.live_events import Feed, missed
+from ..trainers.live import tell_groups
+from ..trainers.live_events import Feed
 from .sources import Viewed
 
 log = structlog.get_logger(__name__)
@@ -104,8 +104,6 @@ async def indexing(viewed: Viewed, index: Path) -> AsyncIterator[Indexing]:
         await process.wait()
 
 
-_MOST_ALONE: Final = 10
-"""New groups that are reported one by one."""
 _POLL_SECONDS: Final = 1.0
 
 
@@ -135,17 +133,3 @@ async def follow_store(feed: Feed, groups: GroupLookups) -> None:
 async def last_number(groups: GroupLookups) -> int:
     page = await groups.list_groups(GroupQuery(order="newest"), "", 1)
     return page.groups[0].row.seq if page.groups else 0
-
-
-async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
-    seen = feed.seq
-    if last <= seen:
-        return
-    rows = []
-    if last - seen <= _MOST_ALONE:
-        page = await groups.list_groups(GroupQuery(after=seen), "", last - seen)
-        rows = [group for group in page.groups if group.row.seq <= last]
-    if not rows:
-        feed.publish("groups", missed(seen, last), seq=last)
-    for one in rows:
-        feed.publish("group", summary(one), seq=last if one is rows[-1] else one.row.seq)

@@ -165,18 +165,19 @@ class FileScan:
 
     def found(self, documents: Documents) -> Iterator[Found | InputError]:
         """Yields what comes after `offset`, which moves on."""
-        if self.is_document:
-            yield from self._document(documents)
-            return
         try:
-            if self.is_compressed:
+            if self.is_document:
+                data = self.path.read_bytes()
+                self.offset = self.disk_bytes = len(data)
+                yield from documents.add(decoded(data, str(self.path)), str(self.path))
+            elif self.is_compressed:
                 with opened(self.path, self._count) as file:
                     yield from self._lines(file, documents)
             else:
                 with self.path.open("rb", buffering=_BUFFER) as file:
                     self._go_on(file)
                     yield from self._lines(file, documents)
-        except InputError as error:  # a compressed file is damaged
+        except InputError as error:  # a compressed file is damaged, or a document is not JSON
             yield error
         except OSError as error:
             yield InputError(f"{self.path} cannot be read: {error.strerror}.")
@@ -215,16 +216,6 @@ class FileScan:
         yield from documents.flush()
         body = line if self.is_compressed else None
         yield Found(facts, start, len(line), self.line, body)
-
-    def _document(self, documents: Documents) -> Iterator[Found | InputError]:
-        try:
-            data = self.path.read_bytes()
-            self.offset = self.disk_bytes = len(data)
-            yield from documents.add(decoded(data, str(self.path)), str(self.path))
-        except InputError as error:
-            yield error
-        except OSError as error:
-            yield InputError(f"{self.path} cannot be read: {error.strerror}.")
 
 
 class Documents:

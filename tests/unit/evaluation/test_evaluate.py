@@ -273,7 +273,9 @@ def test_what_cannot_be_meant_is_refused(line: str, run: Run) -> None:
         Path(name).mkdir()
         Path(name, "run.json").write_text(text)
     Path("empty").mkdir()
+    Path("bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
     assert REFUSED[line] in run(f"evaluate {line}", status=2)
+    assert not Path("run").exists()
 
 
 # `evaluate --shard` and `evaluate merge`: shards become the report of one run over all tasks
@@ -417,9 +419,3 @@ def test_shards_that_do_not_belong_together_are_refused(
     run(f"{merge} --partial", status=0 if can_be_partial else 2)
     if can_be_partial:
         assert not orjson.loads(Path("all/report.json").read_bytes())["complete"]
-
-
-@pytest.mark.parametrize("shard", ["0/2", "3/2", "1", "a/b", "1/0"])
-def test_what_is_no_shard_is_refused(shard: str, run: Run) -> None:
-    assert "is not a shard" in run(f"{MERGED_RUN} --shard {shard} --out run", status=2)
-    assert not Path("run").exists()

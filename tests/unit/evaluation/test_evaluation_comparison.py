@@ -302,12 +302,6 @@ def test_chances_are_those_of_all_pairs_of_attempts() -> None:
     assert robustness(original, {"v": {}}, seed=0) is None
 
 
-@pytest.mark.parametrize(("words", "why"), CASES["refused"])
-def test_what_cannot_be_asked_is_refused(words: str, why: str, evaluate: Run) -> None:
-    Path("bad.jsonl").write_text('{"task_id": "a", "question": "b"}\n{"task_id": 1}\n')
-    assert why in evaluate(f"--env {words} --env.total_steps 1 --env.group_size 1 --out run", 2)
-
-
 def test_steps_are_measured_against_the_shortest_success(evaluate: Run, run: Run) -> None:
     Path("wandering.py").write_text(CASES["wandering"])
     evaluate("--env wandering.py --env.group_size 2 --out run")

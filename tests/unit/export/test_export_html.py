@@ -76,9 +76,8 @@ def line(
     }
 
 
-def pages(folder: Path, lines: list[dict[str, Any]], writer: HtmlPages) -> dict[str, str]:
-    form = Html(Options())
-    writer.open(folder, 1000)
+def pages(folder: Path, lines: list[dict[str, Any]], **limits: Any) -> dict[str, str]:
+    form, writer = Html(Options()), HtmlPages(folder, 1000, **limits)
     for number, each in enumerate(lines, 1):
         group = group_of(each, f"some/where.jsonl, line {number}")
         for row in form.rows(group, group.rollouts):
@@ -88,7 +87,7 @@ def pages(folder: Path, lines: list[dict[str, Any]], writer: HtmlPages) -> dict[
 
 @pytest.mark.parametrize("model", ["sim", HOSTILE])
 def test_nothing_from_outside_can_act(tmp_path: Path, model: str) -> None:
-    page = pages(tmp_path, [line(0, HOSTILE, model=model)], HtmlPages(title=HOSTILE))["index.html"]
+    page = pages(tmp_path, [line(0, HOSTILE, model=model)], title=HOSTILE)["index.html"]
     seen = Page(page)
     assert seen.elements <= {*ELEMENTS.split()}
     assert seen.attributes <= {*ATTRIBUTES.split()}
@@ -102,7 +101,7 @@ def test_nothing_from_outside_can_act(tmp_path: Path, model: str) -> None:
 
 
 def test_a_page_shows_the_run_and_its_tokens(tmp_path: Path) -> None:
-    page = Page(pages(tmp_path, [line(0, "word", rollouts=2)], HtmlPages())["index.html"])
+    page = Page(pages(tmp_path, [line(0, "word", rollouts=2)])["index.html"])
     assert "in 1 groups" in page.text and "2 of 3 rollouts" in page.text
     assert "Row 1: 6 tokens, 4 sampled, mean logprob -0.250" in page.text
     assert "two and two is" in page.text
@@ -111,7 +110,7 @@ def test_a_page_shows_the_run_and_its_tokens(tmp_path: Path) -> None:
 
 def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> None:
     lines = [line(number, "word", rollouts=2) for number in range(7)]
-    made = pages(tmp_path, lines, HtmlPages(most_rollouts=4))
+    made = pages(tmp_path, lines, most_rollouts=4)
     assert list(made) == [f"pages/page-000{n}.html" for n in range(1, 5)] + ["index.html"]
     index = Page(made["index.html"])
     assert index.addresses == [f"pages/page-000{n}.html" for n in range(1, 5)]
@@ -119,14 +118,14 @@ def test_a_big_run_is_an_index_with_pages_of_bounded_size(tmp_path: Path) -> Non
     assert Page(made["pages/page-0004.html"]).addresses == ["../index.html", "#r1", "#r2"]
 
     (tmp_path / "by-size").mkdir()
-    assert len(pages(tmp_path / "by-size", lines, HtmlPages(most_characters=1000))) == 8
+    assert len(pages(tmp_path / "by-size", lines, most_characters=1000)) == 8
 
 
 def test_what_is_too_long_is_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "MOST_TOKENS", 3)
     monkeypatch.setattr(html, "MOST_MESSAGES", 2)
     long = "x" * (html.MOST_SHOWN + 1234)
-    page = pages(tmp_path, [line(0, long)], HtmlPages())["index.html"]
+    page = pages(tmp_path, [line(0, long)])["index.html"]
     assert len(page) < 40 * html.MOST_SHOWN
     text = Page(page).text
     assert "… 1,234 more characters" in text

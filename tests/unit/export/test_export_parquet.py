@@ -61,8 +61,7 @@ def line(rollouts: Sequence[dict[str, Any]], group_id: str = "g-0") -> dict[str,
 
 def export(folder: Path, groups: Sequence[StoredGroup], shard_rows: int = 1000) -> list[Written]:
     form = format_of("parquet", Options())
-    writer = ParquetShards(row_group_bytes=4096)
-    writer.open(folder, shard_rows)
+    writer = ParquetShards(folder, shard_rows, row_group_bytes=4096)
     for group in groups:
         for row in form.rows(group, group.rollouts):
             writer.put(row)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import json
 import math
 import operator
 import re
@@ -28,13 +27,15 @@ from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
 from envserver.export.stored_sources import decoded, opened
+from envserver.export.unified import called
 
-from .formats import Format, finish, place_for
+from .formats import Format, finish, place_for, writing
 
 Choice = Literal["all", "best", "shortest"]
 
 NAMES = (*StoredRollout.__struct_fields__, "domain", "length", "sampled", "failed")
 """Names that an expression may use."""
+_WITH_PARTS = ("components", "metrics", "agent_metrics", "usage")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     one.__name__: one for one in (len, min, max, abs, sum, any, all)
 }
@@ -48,13 +49,11 @@ class Where:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._names = _Known()
         self._body = _parsed(text)
-        self._evaluator = _evaluator(self._names)
+        self._evaluator = _evaluator(self._value)
 
     def __call__(self, rollout: StoredRollout) -> bool:
-        self._names.rollout = rollout
-        self._names.clear()
+        self._rollout = rollout
         try:
             return bool(self._evaluator.eval(self._text, previously_parsed=self._body))
         except Exception as error:
@@ -63,6 +62,12 @@ class Where:
                 f"{error}.",
                 place=rollout.rollout_id,
             ) from error
+
+    def _value(self, name: ast.Name) -> Any:
+        if name.id not in NAMES:
+            raise KeyError(name.id)
+        value = getattr(self._rollout, name.id)
+        return _Parts(value) if name.id in _WITH_PARTS else value
 
 
 def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:
@@ -83,21 +88,6 @@ def said(rollout: StoredRollout) -> tuple[int, int]:
 
 def _reward(rollout: StoredRollout) -> float:
     return -math.inf if rollout.reward is None else rollout.reward
-
-
-class _Known(dict[str, Any]):
-    """The names of an expression, each looked up at first use."""
-
-    rollout: StoredRollout
-
-    def __missing__(self, name: str) -> Any:
-        if name not in NAMES:
-            raise KeyError(name)
-        value = getattr(self.rollout, name)
-        if name in ("components", "metrics", "agent_metrics", "usage"):
-            value = _Parts(value)
-        self[name] = value
-        return value
 
 
 class _Parts(dict[str, Any]):
@@ -138,7 +128,7 @@ def _check(node: ast.AST, text: str, bound: set[str]) -> None:
         raise ConfigError(f"--where: there is no {node.id!r}.", hint=words)
 
 
-def _evaluator(names: _Known) -> Any:
+def _evaluator(names: Callable[[ast.Name], Any]) -> Any:
     from simpleeval import (  # type: ignore[import-untyped]
         DEFAULT_OPERATORS,
         EvalWithCompoundTypes,
@@ -194,24 +184,13 @@ def digest_of(rollout: StoredRollout) -> bytes:
 
 
 def _message(message: Message) -> list[Any]:
-    calls = [
-        (function.get("name"), _arguments(function.get("arguments")))
-        for call in message.get("tool_calls") or ()
-        if isinstance(function := call.get("function"), dict)
-    ]
+    calls = [called(call) for call in message.get("tool_calls") or ()]
     return [message.get("role"), normal(text_of(message)), calls]
 
 
 def normal(text: str) -> str:
     """Returns `text` with single spaces between words, in one Unicode form."""
     return " ".join(unicodedata.normalize("NFC", text).split())
-
-
-def _arguments(text: Any) -> Any:
-    try:
-        return json.loads(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
 
 
 Hashes = NDArray[np.uint64]
@@ -497,25 +476,23 @@ def export(
         read["bytes"] += number
 
     with place_for(out, overwrite=overwrite, single=single) as place:
-        writer = format.writer()
-        writer.open(place.folder, None if single else shard_rows)
+        with writing(out):
+            writer = format.writer(place.folder, None if single else shard_rows)
         for group in read_groups(sources, on_bad if skip_bad else None, on_bytes):
             for row in _rows(group, format, wanted, tally):
-                writer.put(row)
+                with writing(out):
+                    writer.put(row)
                 tally.rows += 1
             on_progress(tally, read.pop("bytes", 0))
-        made = finish(
-            place,
-            writer.close(),
-            {
-                "schema_version": SCHEMA_VERSION,
-                "format": format.name,
-                "sources": list(sources),
-                **facts,
-                "counts": tally.counts(),
-            },
-            overwrite=overwrite,
-        )
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            "format": format.name,
+            "sources": list(sources),
+            **facts,
+            "counts": tally.counts(),
+        }
+        with writing(out):
+            made = finish(place, writer.close(), manifest)
     tally.files, tally.bytes = made["files"], made["bytes"]
     return tally
 

@@ -8,7 +8,6 @@ JSONL shard, or a `NamedFile`, which becomes a file. A format with another desti
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib
 import importlib.util
@@ -18,6 +17,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -25,18 +25,13 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 import orjson
-from envserver_records.errors import (
-    ConfigError,
-    EnvserverError,
-    InputError,
-    NotFoundError,
-    StoreError,
-)
+from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.extras import install_command
-from envserver_records.files import replace_folder, replacing, storing, write_failure
+from envserver_records.files import replace_folder, replacing, storing
 from envserver_records.records import Message, chained, digest_after
 from numpy.typing import NDArray
 
+from envserver.export.jsonl import lock
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.export.unified import file_name, label_of, problems_of, trace_of, unified_of
 
@@ -49,7 +44,9 @@ class NamedFile:
     data: bytes
 
 
-Row = dict[str, Any] | NamedFile
+Json = dict[str, Any]
+Row = Json | NamedFile
+_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 @dataclass(frozen=True)
@@ -96,22 +93,26 @@ class Format(ABC):
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         """`kept`: rollouts of `group`, in order, at least one."""
 
-    def writer(self) -> Writer:
-        """Returns a new writer; a format with another destination has its own."""
-        return Files()
+    def document(self, path: str, document: Json) -> Row:
+        """Returns a document as a file of its own, or with `Options.jsonl` as a line."""
+        if self.options.jsonl:
+            return document
+        return NamedFile(path, orjson.dumps(document, option=_INDENTED))
+
+    def writer(self, folder: Path, shard_rows: int | None) -> Writer:
+        """Returns a new writer; a format with another destination has its own.
+
+        It writes into `folder`, which is empty, files of at most `shard_rows` rows; None: one file
+        for all.
+        """
+        return Files(folder, shard_rows)
 
 
 class Writer(Protocol):
-    """Writes rows into files of a folder."""
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Prepares to write into `folder`, which is empty, files of at most `shard_rows` rows.
-
-        None: one file for all.
-        """
+    """Writes rows into files of a folder. The caller reports errors of the file system."""
 
     def put(self, row: Row) -> None:
-        """Writes one row. Raises StoreError, or ConfigError: it does not fit into the one file."""
+        """Writes one row. Raises ConfigError: it does not fit into the one file."""
 
     def close(self) -> list[Written]:
         """Closes all files and returns them."""
@@ -143,14 +144,11 @@ def format_of(name: str, options: Options) -> Format:
 
 
 MANIFEST = "MANIFEST.json"
-Json = dict[str, Any]
 
 
 class Files:
-    def __init__(self, *, chained: bool = False) -> None:
+    def __init__(self, folder: Path, shard_rows: int | None, *, chained: bool = False) -> None:
         self._chained = chained
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
         self._folder = folder
         self._shard_rows = shard_rows
         self._shard: IO[bytes] | None = None
@@ -159,13 +157,10 @@ class Files:
         self._has_named = False
 
     def put(self, row: Row) -> None:
-        try:
-            if isinstance(row, NamedFile):
-                self._write_named(row)
-            else:
-                self._append(row)
-        except OSError as error:
-            raise failed(self._folder, error) from error
+        if isinstance(row, NamedFile):
+            self._write_named(row)
+        else:
+            self._append(row)
 
     def close(self) -> list[Written]:
         """Returns the shards; every other file in the folder is one row."""
@@ -221,28 +216,17 @@ class Place:
     out: Path
     single: bool
 
-    @property
-    def manifest(self) -> Path:
-        if self.single:
-            return self.out.with_name(f"{self.out.name}.{MANIFEST}")
-        return self.out / MANIFEST
-
 
 @contextlib.contextmanager
 def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
     """Makes an empty folder beside `out`; it is removed unless `finish` made it the export."""
     _check_free(out, overwrite)
     beside = out.absolute().parent / f".{out.name}.partial"
-    try:
+    with writing(out):
         beside.mkdir(parents=True, exist_ok=True)
-        lock = (beside / "lock").open("w")
-    except OSError as error:
-        raise failed(out, error) from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"Another process is exporting to {out}.") from error
+        locked = (beside / "lock").open("wb")
+    with locked:
+        lock(locked, out)
         try:
             if (beside / "old").exists() and not out.exists():
                 (beside / "old").rename(out)  # killed while it was being replaced
@@ -254,20 +238,17 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
             shutil.rmtree(beside, ignore_errors=True)
 
 
-def finish(place: Place, written: list[Written], facts: Json, *, overwrite: bool) -> Json:
+def finish(place: Place, written: list[Written], facts: Json) -> Json:
     """Writes the manifest, makes the folder the export; returns the number of `files`, their
     `bytes`.
     """
     rows = {one.path: one.rows for one in written}
-    try:
-        if place.single:
-            _rename_single(place)
-            rows = {place.out.name: sum(rows.values())}
-        made = place.folder.parent / MANIFEST
-        total = _write_manifest(made, place.folder, rows, facts)
-        _move(place, made, overwrite)
-    except OSError as error:
-        raise failed(place.out, error) from error
+    if place.single:
+        _rename_single(place)
+        rows = {place.out.name: sum(rows.values())}
+    made = place.folder.parent / MANIFEST
+    total = _write_manifest(made, place.folder, rows, facts)
+    _move(place, made)
     return total
 
 
@@ -285,8 +266,9 @@ def needs_folder(reason: str) -> ConfigError:
     return ConfigError(f"{reason}: --out must be a folder, not one file.", hint="Use --out FOLDER.")
 
 
-def failed(path: Path, error: OSError) -> StoreError:
-    return write_failure(path, error, hint="No part of it was kept.")
+def writing(out: Path) -> AbstractContextManager[None]:
+    """Turns errors of the file system within the block into ours."""
+    return storing(out, "No part of it was kept.")
 
 
 def _check_free(out: Path, overwrite: bool) -> None:
@@ -331,10 +313,10 @@ def _digest(path: Path) -> tuple[str, int]:
         return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
 
 
-def _move(place: Place, manifest: Path, overwrite: bool) -> None:
+def _move(place: Place, manifest: Path) -> None:
     out = place.out
     if place.single:
-        manifest.replace(place.manifest)
+        manifest.replace(out.with_name(f"{out.name}.{MANIFEST}"))
         (place.folder / out.name).replace(out)
         return
     manifest.replace(place.folder / MANIFEST)
@@ -415,8 +397,8 @@ class Atropos(Format):
 
     name = "atropos"
 
-    def writer(self) -> Writer:
-        return Files(chained=True)
+    def writer(self, folder: Path, shard_rows: int | None) -> Writer:
+        return Files(folder, shard_rows, chained=True)
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
         if len(kept) == len(group.rollouts):
@@ -441,7 +423,6 @@ def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
 
 
 _LONGEST_NAME = 200
-_INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 class Unified(Format):
@@ -464,11 +445,7 @@ class Unified(Format):
                     f"{problems[0]}.",
                     place=group.place,
                 )
-            if self.options.jsonl:
-                yield document
-            else:
-                path = f"{domain}/{document['task_id']}.json"
-                yield NamedFile(path, orjson.dumps(document, option=_INDENTED))
+            yield self.document(f"{domain}/{document['task_id']}.json", document)
 
     def _unique(self, task_id: str, rollout: StoredRollout, alone: bool) -> str:
         which = hashlib.blake2b(rollout.rollout_id.encode(), digest_size=4).hexdigest()
@@ -509,14 +486,7 @@ DIGITS = 7
 class Embedder:
     """A text embedding model; loaded at the first text that is not in the cache."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        cache: Path | None = None,
-        batch: int = BATCH,
-        device: str | None = None,
-    ) -> None:
+    def __init__(self, model: str, *, cache: Path | None = None, batch: int = BATCH) -> None:
         if importlib.util.find_spec(_LIBRARY) is None:
             raise ConfigError(
                 "Embeddings need sentence-transformers.", hint=install_command("embeddings")
@@ -524,7 +494,6 @@ class Embedder:
         self.model = model
         self._cache = cache
         self._batch = batch
-        self._device = device
         self._encoder: Any = None
         self._lock = threading.Lock()
         self.computed = 0
@@ -533,11 +502,9 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> list[Vector]:
         """Returns float32[D] for each text, in order; equal texts are computed once."""
         with self._lock:
-            found: dict[str, Vector] = {}
-            for text in dict.fromkeys(texts):
-                if (kept := self._kept(text)) is not None:
-                    found[text] = kept
-            new = [text for text in dict.fromkeys(texts) if text not in found]
+            known = {text: self._kept(text) for text in texts}
+            found = {text: vector for text, vector in known.items() if vector is not None}
+            new = [text for text in known if text not in found]
             for text, vector in zip(new, self._encoded(new) if new else [], strict=True):
                 found[text] = vector
                 self._keep(text, vector)
@@ -545,7 +512,7 @@ class Embedder:
 
     def _encoded(self, texts: Sequence[str]) -> list[Vector]:
         if self._encoder is None:
-            self._encoder = _load(self.model, self._device)
+            self._encoder = _load(self.model)
         self.computed += len(texts)
         vectors = self._encoder.encode(
             list(texts), batch_size=self._batch, show_progress_bar=False, convert_to_numpy=True
@@ -591,10 +558,10 @@ def embed_steps(trace: Json, embedder: Embedder) -> Json:
     return {**trace, "steps": steps, "metadata": metadata}
 
 
-def _load(model: str, device: str | None) -> Any:
+def _load(model: str) -> Any:
     library = importlib.import_module(_LIBRARY)
     try:
-        return library.SentenceTransformer(model, device=device)
+        return library.SentenceTransformer(model)
     except EnvserverError:
         raise
     except (OSError, ValueError) as error:
@@ -628,8 +595,5 @@ class Traces(Format):
             trace = trace_of(rollout, label=label, number=number)
             if self._embedder is not None:
                 trace = embed_steps(trace, self._embedder)
-            if self.options.jsonl:
-                yield trace
-            else:
-                path = f"{file_name(model)}/{file_name(label)}/run_{number:03d}.json"
-                yield NamedFile(path, orjson.dumps(trace, option=_INDENTED))
+            path = f"{file_name(model)}/{file_name(label)}/run_{number:03d}.json"
+            yield self.document(path, trace)

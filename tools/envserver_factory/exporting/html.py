@@ -10,12 +10,11 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -26,9 +25,10 @@ from markupsafe import Markup
 
 from envserver.export.pages import template
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
+from envserver.export.unified import called
 from envserver.formats.shown_text import token_texts
 
-from .formats import Format, Row, Written, failed, needs_folder
+from .formats import Format, Json, Row, Written, needs_folder
 
 MOST_NAMES: Final = 50
 OTHER: Final = "(others)"
@@ -168,141 +168,13 @@ MOST_ROWS: Final = 8
 _SHADES: Final = (0.9, 0.5, 0.2, 0.05)
 
 
-Json = dict[str, Any]
-
-
-class Text(NamedTuple):
-    """A text, and the number of characters left out."""
-
-    shown: str
-    left_out: int = 0
-
-
-def view_of(rollout: StoredRollout, token_text: TokenText) -> Json:
-    """Returns what `rollout.html` shows of a rollout."""
-    conversations = [_conversation("", rollout.messages)] if rollout.messages else []
-    for other in rollout.others[:MOST_ROWS]:
-        trained = "" if other.get("trained", True) else ", not trained"
-        title = f"Agent {other.get('agent')} ({other.get('model', '')}{trained})"
-        conversations.append(_conversation(title, other.get("messages") or []))
-    actions = rollout.actions or []
-    return {
-        "facts": list(_facts(rollout)),
-        "tools": [_tool(tool) for tool in rollout.tools[:MOST_MESSAGES]],
-        "conversations": conversations,
-        "actions": [_action(action) for action in actions[:MOST_MESSAGES]],
-        "actions_left_out": max(0, len(actions) - MOST_MESSAGES),
-        "output": None if rollout.output is None else _cut(_as_text(rollout.output)),
-        "rows": [_row(row, n, token_text) for n, row in enumerate(rollout.rows[:MOST_ROWS], 1)],
-        "rows_left_out": max(0, len(rollout.rows) - MOST_ROWS),
-    }
-
-
-def number(value: Any) -> str:
+def _number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return _as_text(value)
+        return _text(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _facts(rollout: StoredRollout) -> Iterator[tuple[str, str]]:
-    for group in (rollout.components, rollout.metrics, rollout.agent_metrics):
-        yield from ((_cut(name).shown, number(value)) for name, value in group.items())
-    for name in ("seconds", "scoring_seconds", "prompt_tokens", "completion_tokens"):
-        if rollout.usage.get(name) is not None:
-            yield name.replace("_", " "), number(rollout.usage[name])
-    if rollout.usage.get("cost") is not None:
-        cost = msgspec.convert(rollout.usage["cost"], Cost)
-        yield f"cost ({cost.currency})", number(cost.total)
-    for name, text in (("hooks", _hooks(rollout)), ("hosts outside", _hosts(rollout))):
-        if text:
-            yield name, text
-    yield "policy version", "unknown" if rollout.policy_version < 0 else str(rollout.policy_version)
-    yield "attempt", str(rollout.attempt)
-
-
-def _hooks(rollout: StoredRollout) -> str:
-    refused = sum(not event.changed for event in rollout.hooks)
-    counts = (("changed", len(rollout.hooks) - refused), ("refused", refused))
-    return ", ".join(f"{count} {name}" for name, count in counts if count)
-
-
-def _hosts(rollout: StoredRollout) -> str:
-    hosts = Counter(request.host for request in rollout.egress)
-    return ", ".join(f"{_cut(host).shown} {count}" for host, count in hosts.most_common())
-
-
-def _tool(tool: Any) -> tuple[str, Text]:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    function = function if isinstance(function, dict) else {}
-    name = str(function.get("name") or "unnamed")
-    return _cut(name).shown, _cut(str(function.get("description") or ""))
-
-
-def _action(action: Any) -> tuple[str, Text, Text]:
-    action = action if isinstance(action, dict) else {}
-    tool = _cut(str(action.get("tool", ""))).shown
-    output, error = action.get("output", ""), action.get("error")
-    said = f"Error: {error}" if error and output is None else output
-    return tool, _cut(_as_text(action.get("input", ""))), _cut(_as_text(said))
-
-
-def _conversation(title: str, messages: Sequence[Message]) -> Json:
-    left_out = max(0, len(messages) - MOST_MESSAGES)
-    before = MOST_MESSAGES // 2
-    shown = [*messages[:before], *messages[before + left_out :]]
-    return {
-        "title": _cut(title).shown,
-        "messages": [_message(message) for message in shown],
-        "before": before,
-        "left_out": left_out,
-    }
-
-
-def _message(message: Message) -> Json:
-    role = str(message.get("role", ""))
-    known = ("system", "developer", "user", "assistant", "tool")
-    content = message.get("content")
-    text = _parts(content) if isinstance(content, list) else text_of(message)
-    if content is not None and not isinstance(content, str | list):
-        text = _as_text(content)
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    calls = message.get("tool_calls")
-    return {
-        "kind": role if role in known else "other",
-        "role": _cut(role).shown,
-        "content": _cut(text),
-        "reasoning": _cut(_as_text(reasoning)) if reasoning else None,
-        "calls": [_call(call) for call in calls] if isinstance(calls, list) else [],
-        "note": _cut(str(message.get("name") or message.get("tool_call_id") or "")).shown,
-    }
-
-
-def _parts(content: list[Any]) -> str:
-    texts = []
-    for part in content:
-        if isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
-        else:
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            texts.append(f"[{kind}, {len(_as_text(part)):,} characters]")
-    return "\n".join(texts)
-
-
-def _call(call: Any) -> tuple[str, Text]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return "?", _cut(_as_text(call))
-    arguments = function.get("arguments")
-    name = _cut(str(function.get("name"))).shown
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return name, _cut(arguments)
-    return name, _cut(_as_text(arguments))
-
-
-def _as_text(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     try:
@@ -311,9 +183,29 @@ def _as_text(value: Any) -> str:
         return str(type(value).__name__)
 
 
-def _cut(text: str) -> Text:
-    left_out = len(text) - MOST_SHOWN
-    return Text(text) if left_out <= 0 else Text(text[:MOST_SHOWN], left_out)
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(map(_part, content))
+    return text_of(message) if content is None or isinstance(content, str) else _text(content)
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    return f"[{kind}, {len(_text(part)):,} characters]"
+
+
+def _calls(message: Message) -> list[tuple[str, Any]]:
+    """Returns the name and the arguments of each tool call of a message."""
+    calls = message.get("tool_calls")
+    return [_call(call) for call in calls] if isinstance(calls, list) else []
+
+
+def _call(call: Any) -> tuple[str, Any]:
+    is_whole = isinstance(call, dict) and isinstance(call.get("function"), dict)
+    return called(call) if is_whole else ("?", call)
 
 
 def _row(row: StoredRow, count: int, token_text: TokenText) -> Json:
@@ -329,7 +221,7 @@ def _row(row: StoredRow, count: int, token_text: TokenText) -> Json:
     )
     said = f"Row {count}: {len(row.tokens):,} tokens, {len(sampled):,} sampled{mean}{agent}{flags}"
     return {
-        "title": _cut(f"{said}{'; ' if versions else ''}{versions}").shown,
+        "title": f"{said}{'; ' if versions else ''}{versions}"[:MOST_SHOWN],
         "pieces": list(_pieces(row, last, token_text)),
         "left_out": max(0, len(sampled) - MOST_TOKENS),
     }
@@ -352,9 +244,10 @@ def _pieces(row: StoredRow, last: int, token_text: TokenText) -> Iterator[Piece]
 def _context(ids: list[int], token_text: TokenText) -> Piece:
     texts = [token_text(index) for index in ids[:MOST_SHOWN]]
     known = [f" {i} " if text is None else text for i, text in zip(ids, texts, strict=False)]
-    text = _cut("".join(known))
-    more = f" … {text.left_out:,} more characters" if text.left_out else ""
-    return text.shown + more, f"context, {len(ids):,} tokens", None
+    text = "".join(known)
+    left_out = len(text) - MOST_SHOWN
+    more = f" … {left_out:,} more characters" if left_out > 0 else ""
+    return text[:MOST_SHOWN] + more, f"context, {len(ids):,} tokens", None
 
 
 def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
@@ -379,44 +272,33 @@ class Html(Format):
         for position, rollout in enumerate(kept):
             yield {"rollout": rollout, "new": (group, kept) if position == 0 else None}
 
-    def writer(self) -> HtmlPages:
-        return HtmlPages(self.options.title, self.options.tokenizer)
-
-
-@dataclass
-class GroupLine:
-    """A group in the table; `rollouts`: (place on the page, rollout) each."""
-
-    group: StoredGroup
-    env: str
-    task_id: str
-    mean: float | None
-    rollouts: list[tuple[int, StoredRollout]] = field(default_factory=list)
+    def writer(self, folder: Path, shard_rows: int | None) -> HtmlPages:
+        return HtmlPages(folder, shard_rows, self.options.title, self.options.tokenizer)
 
 
 class HtmlPages:
+    """Pages have whole groups."""
+
     def __init__(
         self,
+        folder: Path,
+        shard_rows: int | None,
         title: str = "",
         tokenizer: str = "",
         *,
         most_rollouts: int = MOST_ROLLOUTS,
         most_characters: int = MOST_CHARACTERS,
     ) -> None:
+        self._folder = folder
+        self._is_single = shard_rows is None
         self._title = title
         self._tokenizer = tokenizer
-        self._most_rollouts = most_rollouts
+        self._most_rollouts = min(most_rollouts, shard_rows or most_rollouts)
         self._most_characters = most_characters
         self._facts = RunFacts()
         self._pages: list[Json] = []
         self._written: list[Written] = []
         self._begin_page()
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
-        """Pages have whole groups."""
-        self._folder = folder
-        self._is_single = shard_rows is None
-        self._most_rollouts = min(self._most_rollouts, shard_rows or self._most_rollouts)
 
     def put(self, row: Row) -> None:
         assert isinstance(row, dict)
@@ -424,9 +306,18 @@ class HtmlPages:
         if row["new"] is not None:
             self._begin_group(*row["new"])
         self._count += 1
-        self._lines[-1].rollouts.append((self._count, rollout))
-        view = view_of(rollout, token_texts(rollout.model, self._tokenizer))
-        section = _template("rollout.html").render(place=self._count, rollout=rollout, view=view)
+        token_text = token_texts(rollout.model, self._tokenizer)
+        rows = [_row(row, n, token_text) for n, row in enumerate(rollout.rows[:MOST_ROWS], 1)]
+        section = _template("rollout.html").render(
+            place=self._count,
+            rollout=rollout,
+            rows=rows,
+            cost=msgspec.convert(rollout.usage.get("cost"), Cost | None),
+            hosts=Counter(request.host for request in rollout.egress).most_common(),
+            most_messages=MOST_MESSAGES,
+            most_rows=MOST_ROWS,
+            most_shown=MOST_SHOWN,
+        )
         self._sections.append(Markup(section))
         self._characters += len(section)
 
@@ -434,37 +325,37 @@ class HtmlPages:
         whole = not self._pages
         if not whole:
             self._end_page()
-        body = {"lines": self._lines, "sections": self._sections, "pages": self._pages}
+        body = {"groups": self._groups, "sections": self._sections, "pages": self._pages}
         self._write(_INDEX, self._count if whole else 0, **body)
         return self._written
 
     def _begin_page(self) -> None:
-        self._lines: list[GroupLine] = []
+        self._groups: list[tuple[StoredGroup, Sequence[StoredRollout]]] = []
         self._sections: list[Markup] = []
         self._characters = self._count = 0
 
     def _begin_group(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> None:
         is_full = self._count + len(kept) > self._most_rollouts
-        if self._lines and (is_full or self._characters >= self._most_characters):
+        if self._groups and (is_full or self._characters >= self._most_characters):
             if self._is_single:
                 raise needs_folder(f"More than {self._count} rollouts do not fit on one page")
             self._end_page()
         self._facts.add(group, kept)
-        self._lines.append(GroupLine(group, kept[0].env, kept[0].task_id, _mean(kept)))
+        self._groups.append((group, kept))
 
     def _end_page(self) -> None:
         path = f"pages/page-{len(self._pages) + 1:04d}.html"
-        rollouts = [rollout for line in self._lines for _, rollout in line.rollouts]
+        rollouts = [rollout for _, kept in self._groups for rollout in kept]
         page = {
             "path": path,
-            "groups": len(self._lines),
+            "groups": len(self._groups),
             "rollouts": self._count,
             "mean": _mean(rollouts),
-            "first": self._lines[0].task_id,
-            "last": self._lines[-1].task_id,
+            "first": rollouts[0].task_id,
+            "last": rollouts[-1].task_id,
         }
         self._pages.append(page)
-        self._write(path, self._count, lines=self._lines, sections=self._sections)
+        self._write(path, self._count, groups=self._groups, sections=self._sections)
         self._begin_page()
 
     def _write(self, path: str, rows: int, **body: Any) -> None:
@@ -476,26 +367,14 @@ class HtmlPages:
             number_of_page=None if is_index else len(self._pages),
             **{"pages": [], **body},
         )
-        try:
-            place.parent.mkdir(exist_ok=True)
-            place.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise failed(place, error) from error
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(page, encoding="utf-8")
         self._written.append(Written(path, rows))
 
 
 def _mean(rollouts: Sequence[StoredRollout]) -> float | None:
     rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     return sum(rewards) / len(rewards) if rewards else None
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    try:
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
 
 
 def _reward(value: float | None) -> str:
@@ -509,5 +388,13 @@ def _shade(value: float | None) -> str:
 
 
 _template: Final = functools.partial(
-    template, __package__, number=number, time=_time, shade=_shade, reward=_reward
+    template,
+    __package__,
+    number=_number,
+    shade=_shade,
+    reward=_reward,
+    text=_text,
+    mean=_mean,
+    content=_content,
+    calls=_calls,
 )

@@ -22,13 +22,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
-from envserver_records.files import write_failure
 from envserver_records.records import Message, Result, text_of
 
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
+from envserver.export.unified import first_question
 
-from .formats import Format, Options, Row, Written, kept_line
+from .formats import Format, Json, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
@@ -275,7 +275,7 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
         id=rollout.task_id,
         epoch=1,
         uuid=rollout.rollout_id,
-        input=_question(rollout.messages) or rollout.task_id,
+        input=first_question(rollout.messages) or rollout.task_id,
         target="",
         messages=messages,
         output=_output(rollout.model, answered[-1], rollout) if answered else _no_output(rollout),
@@ -301,17 +301,13 @@ def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample
     sample = EvalSample(
         id=sibling.task_id,
         epoch=1,
-        input=_question(sibling.messages) or sibling.task_id,
+        input=first_question(sibling.messages) or sibling.task_id,
         target="",
         metadata={"group_id": sibling.group_id, LOST: kind},
         error=EvalError(message=words, traceback=words, traceback_ansi=words),
     )
     _, ended = rollout_times(sibling)
     return Sample(sample, sibling.env, sibling.model or "unknown", ended, ended)
-
-
-def _question(messages: list[Message]) -> str:
-    return next((text_of(message) for message in messages if message.get("role") == "user"), "")
 
 
 def _scores(rollout: StoredRollout) -> Json:
@@ -495,7 +491,6 @@ def _moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-Json = dict[str, Any]
 STORE: Final = "envserver"
 """Key of a sample's store that holds the rollout as a line of `process`, without messages."""
 
@@ -520,20 +515,17 @@ class Inspect(Format):
                 for _ in range(number):
                     yield {"sample": lost_sample(group, kept[0], kind)}
 
-    def writer(self) -> InspectLogs:
-        return InspectLogs(self.options.title)
+    def writer(self, folder: Path, shard_rows: int | None) -> InspectLogs:
+        return InspectLogs(folder, shard_rows, self.options.title)
 
 
 class InspectLogs:
     """Writes a log for each environment and model, and another after `shard_rows` samples."""
 
-    def __init__(self, title: str = "") -> None:
-        self._title = title
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
+    def __init__(self, folder: Path, shard_rows: int | None, title: str) -> None:
         from inspect_ai.log._recorders.eval import EvalRecorder
 
-        self._folder, self._shard_rows = folder, shard_rows
+        self._folder, self._shard_rows, self._title = folder, shard_rows, title
         self._recorder = EvalRecorder(str(folder))
         self._logs: dict[tuple[str, str], _Log] = {}
         self._written: list[Written] = []
@@ -545,26 +537,20 @@ class InspectLogs:
         assert isinstance(row, dict)
         sample: Sample = row["sample"]
         key = (sample.task, sample.model)
-        try:
-            if key not in self._logs:
-                log = _Log(sample, len(self._written) + len(self._logs), self._title)
-                place = str(log.path_in(self._folder))
-                self._runner.run(self._recorder.log_init(log.key, place))
-                self._logs[key] = log
-            log = self._logs[key]
-            made = condense_sample(log.add(sample))
-            self._runner.run(self._recorder.log_sample(log.key, made, write_through=True))
-            if log.samples == self._shard_rows:
-                self._finish(self._logs.pop(key))
-        except OSError as error:
-            raise write_failure(self._folder, error) from error
+        if key not in self._logs:
+            log = _Log(sample, len(self._written) + len(self._logs), self._title)
+            place = str(log.path_in(self._folder))
+            self._runner.run(self._recorder.log_init(log.key, place))
+            self._logs[key] = log
+        log = self._logs[key]
+        made = condense_sample(log.add(sample))
+        self._runner.run(self._recorder.log_sample(log.key, made, write_through=True))
+        if log.samples == self._shard_rows:
+            self._finish(self._logs.pop(key))
 
     def close(self) -> list[Written]:
-        try:
-            for log in self._logs.values():
-                self._finish(log)
-        except OSError as error:
-            raise write_failure(self._folder, error) from error
+        for log in self._logs.values():
+            self._finish(log)
         self._runner.close()
         return self._written
 

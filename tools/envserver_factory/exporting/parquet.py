@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import orjson
-from envserver_records.errors import ConfigError, InputError, StoreError
+from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
 from envserver_records.records import Message, text_of
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 
-from .formats import Format, Options, Row, Written
+from .formats import Format, Json, Options, Row, Written
 
-Json = dict[str, Any]
 Table = Any
 """A `pyarrow.Table`, which has no types."""
 Schema = Any
@@ -60,8 +59,8 @@ class Parquet(Format):
         for rollout in kept:
             yield from rows_of(rollout, group.line.get("generation_params"))
 
-    def writer(self) -> ParquetShards:
-        return ParquetShards()
+    def writer(self, folder: Path, shard_rows: int | None) -> ParquetShards:
+        return ParquetShards(folder, shard_rows)
 
 
 class ParquetShards:
@@ -70,12 +69,12 @@ class ParquetShards:
     They have a folder of their own because pandas and pyarrow read a whole folder.
     """
 
-    def __init__(self, *, row_group_bytes: int = ROW_GROUP_BYTES) -> None:
+    def __init__(
+        self, folder: Path, shard_rows: int | None, *, row_group_bytes: int = ROW_GROUP_BYTES
+    ) -> None:
+        self._folder, self._shard_rows = folder, shard_rows
         self._row_group_bytes = row_group_bytes
         self._written: list[Written] = []
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
-        self._folder, self._shard_rows = folder, shard_rows
         self._begin()
 
     def put(self, row: Row) -> None:
@@ -96,30 +95,21 @@ class ParquetShards:
     def _begin(self) -> None:
         parquet = _pyarrow("pyarrow.parquet")
         self._path = self._folder / FOLDER / f"part-{len(self._written):05d}{Parquet.suffix}"
-        self._tried(lambda: self._path.parent.mkdir(exist_ok=True))
+        self._path.parent.mkdir(exist_ok=True)
         self._waiting: list[Json] = []
         self._bytes = self._rows = 0
-        self._file: Any = self._tried(
-            lambda: parquet.ParquetWriter(self._path, schema(), compression="zstd")
-        )
+        self._file = parquet.ParquetWriter(self._path, schema(), compression="zstd")
 
     def _end(self) -> None:
         self._flush()
-        self._tried(self._file.close)
+        self._file.close()
         self._written.append(Written(f"{FOLDER}/{self._path.name}", self._rows))
 
     def _flush(self) -> None:
         if self._waiting:
             table = table_of(self._waiting)
-            self._tried(lambda: self._file.write_table(table, row_group_size=len(table)))
+            self._file.write_table(table, row_group_size=len(table))
             self._waiting, self._bytes = [], 0
-
-    def _tried(self, write: Callable[[], Any]) -> Any:
-        try:
-            return write()
-        except OSError as error:
-            words = error.strerror or error
-            raise StoreError(f"{self._path} cannot be written: {words}.") from error
 
 
 def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> list[Json]:

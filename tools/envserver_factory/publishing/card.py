@@ -19,7 +19,7 @@ import yaml
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
 
-from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written, failed
+from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written
 from ..exporting.html import RunFacts
 
 CARD: Final = "README.md"
@@ -66,15 +66,12 @@ class WithCard(Format):
         self._facts.add(group, kept)
         yield from self._format.rows(group, kept)
 
-    def writer(self) -> Writer:
-        self._writer = self._format.writer()
+    def writer(self, folder: Path, shard_rows: int | None) -> Writer:
+        self._folder = folder
+        self._writer = self._format.writer(folder, shard_rows)
         self._columns: dict[str, set[str]] = {}
         self._rows = 0
         return self
-
-    def open(self, folder: Path, shard_rows: int | None) -> None:
-        self._folder = folder
-        self._writer.open(folder, shard_rows)
 
     def put(self, row: Row) -> None:
         self._rows += 1
@@ -98,10 +95,7 @@ class WithCard(Format):
             rows=self._rows,
             shards=[one.path for one in written if "part-" in one.path],
         )
-        try:
-            (self._folder / CARD).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise failed(self._folder / CARD, error) from error
+        (self._folder / CARD).write_text(text, encoding="utf-8")
         return [*written, Written(CARD, 0)]
 
 
