@@ -42,7 +42,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.sandboxes import ExecResult, SandboxSpec
+from envserver_records.sandboxes import SandboxSpec
 from envserver_records.tasks import Message, PublicTask
 from envserver_records.timings import MOST_TIMINGS
 
@@ -50,7 +50,7 @@ from ..actions import MAX_STEPS, batch, encode
 from ..environment import NO_REWARDS, Isolation
 from ..models.http_client import HttpError, HttpPool, header, origin_of
 from ..rollout_interface import HarnessSpec, Reply
-from ..sandbox.requests import AskedSandbox, Open, Opened, Received, Send, Start
+from ..sandbox.requests import AskedProgramSandbox, Open, Opened, Start
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools, open_tools
@@ -147,37 +147,31 @@ T = TypeVar("T")
 Post = Callable[[str, bytes], Awaitable[bytes]]
 """Posts a body to a path below the attempt's `sandbox/`; returns the body of a good answer."""
 
-Wait = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine on the worker's event loop and waits for it in a thread."""
 
-
-class RemoteOpening:
-    """An async context manager that opens a sandbox. One that is never left ends with the attempt.
+class RemoteSandbox(AskedProgramSandbox):
+    """A sandbox of the attempt, and the async context manager that opens it. One that is never
+    left ends with the attempt.
 
     It is a class because Python would finish a forgotten generator at some later time.
     """
 
+    id = isolation = ""
+
     def __init__(self, post: Post, spec: SandboxSpec | None) -> None:
         self._post = post
         self._spec = spec
-
-    async def __aenter__(self) -> RemoteSandbox:
-        self._sandbox = await open_remote(self._post, self._spec)
-        return self._sandbox
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._sandbox.close()
-
-
-class RemoteSandbox(AskedSandbox):
-    def __init__(self, post: Post, opened: Opened) -> None:
-        self.id = opened.id
-        self.isolation = opened.isolation
-        self._post = post
         self._closed = False
 
+    async def __aenter__(self) -> Self:
+        opened = await self._answer("open", Open(self._spec), Opened)
+        self.id, self.isolation = opened.id, opened.isolation
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def ask(self, action: str, body: Any, kind: type[T]) -> T:
-        return await _answer(self._post, f"{self.id}/{action}", body, kind)
+        return await self._answer(f"{self.id}/{action}", body, kind)
 
     async def close(self) -> None:
         if self._closed:
@@ -187,53 +181,13 @@ class RemoteSandbox(AskedSandbox):
         with suppress(EnvserverError):
             await self._post(f"{self.id}/close", b"")
 
-
-async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
-    return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
-
-
-class RemoteProgram:
-    def __init__(self, post: Post, sandbox_id: str) -> None:
-        self.result: ExecResult | None = None
-        self._post = post
-        self._id = sandbox_id
-
-    async def send(self, data: bytes) -> None:
-        await _answer(self._post, f"{self._id}/send", Send(data=data), type(None))
-
-    async def receive(self) -> bytes:
-        received = await _answer(self._post, f"{self._id}/receive", None, Received)
-        self.result = received.result
-        return received.data
-
-
-@asynccontextmanager
-async def open_program(
-    post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
-) -> AsyncIterator[RemoteProgram]:
-    async with RemoteOpening(post, spec) as sandbox:
-        start = Start(argv=list(argv), env=dict(env))
-        await _answer(post, f"{sandbox.id}/start", start, type(None))
-        yield RemoteProgram(post, sandbox.id)
-
-
-@contextmanager
-def open_blocking(post: Post, spec: SandboxSpec | None, wait: Wait) -> Iterator[BlockingSandbox]:
-    """Opens a sandbox of this attempt for code in a thread."""
-    sandbox: RemoteSandbox = wait(open_remote(post, spec))
-    try:
-        yield BlockingSandbox(sandbox, wait)
-    finally:
-        with suppress(EnvserverError):  # the attempt is over: the server closes it
-            wait(sandbox.close())
-
-
-async def _answer(post: Post, path: str, body: Any, kind: type[T]) -> T:
-    answer = await post(path, msgspec.msgpack.encode(body))
-    try:
-        return msgspec.msgpack.decode(answer, type=kind)
-    except msgspec.DecodeError as error:
-        raise SandboxLost(f"The server's answer about a sandbox is not valid: {error}") from error
+    async def _answer(self, path: str, body: Any, kind: type[T]) -> T:
+        answer = await self._post(path, msgspec.msgpack.encode(body))
+        try:
+            return msgspec.msgpack.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            words = f"The server's answer about a sandbox is not valid: {error}"
+            raise SandboxLost(words) from error
 
 
 # Neither waits for the server. Steps are sent a moment after they are logged, those of that moment
@@ -494,21 +448,29 @@ class AttemptRun:
         return f"{self._url}/a/{quote(agent, safe='')}/v1"
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        return RemoteOpening(self._ask_sandbox, spec)
+        return RemoteSandbox(self._ask_sandbox, spec)
 
-    def open_sandbox_blocking(
-        self, spec: SandboxSpec | None = None
-    ) -> AbstractContextManager[BlockingSandbox]:
-        return open_blocking(self._ask_sandbox, spec, self._wait)
+    @contextmanager
+    def open_sandbox_blocking(self, spec: SandboxSpec | None = None) -> Iterator[BlockingSandbox]:
+        sandbox = RemoteSandbox(self._ask_sandbox, spec)
+        self._wait(sandbox.__aenter__())
+        try:
+            yield BlockingSandbox(sandbox, self._wait)
+        finally:
+            with suppress(EnvserverError):  # the attempt is over: the server closes it
+                self._wait(sandbox.close())
 
-    def open_program(
+    @asynccontextmanager
+    async def open_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
         spec: SandboxSpec | None = None,
-    ) -> AbstractAsyncContextManager[RunningProgram]:
-        return open_program(self._ask_sandbox, argv, env or {}, spec)
+    ) -> AsyncIterator[RunningProgram]:
+        async with RemoteSandbox(self._ask_sandbox, spec) as sandbox:
+            await sandbox.ask("start", Start(argv=list(argv), env=dict(env or {})), type(None))
+            yield sandbox
 
     @property
     def tools_url(self) -> str:
