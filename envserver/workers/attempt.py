@@ -330,11 +330,10 @@ class WorkerAttempt:
         self, method: str, path: str, body: bytes | None = None, *, also: int | None = None
     ) -> bytes:
         """Asks the server, again when the connection breaks (it takes a result only once)."""
-        headers = {"content-type": "application/json"} if body is not None else {}
         for tries_left in reversed(range(HTTP_TRIES)):
             try:
                 status, content = await self._workshop.http.request(
-                    method, f"{self._url}/{path}", body, headers=headers, seconds=HTTP_SECONDS
+                    method, f"{self._url}/{path}", body, seconds=HTTP_SECONDS
                 )
             except RequestFailed:
                 if not tries_left:

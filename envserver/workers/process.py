@@ -38,16 +38,6 @@ from .run import HttpClient
 MAX_THREADS = 1024
 
 
-def run_until_stopped(control: socket.socket, *, heartbeat_seconds: float) -> None:
-    control.setblocking(True)
-    link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
-    uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
-
-
-async def _work(link: _Link) -> None:
-    await _Worker(link).run()
-
-
 class _Link:
     """The socket to the server. Any thread may send."""
 
@@ -102,12 +92,13 @@ class _Worker:
     def __init__(self, link: _Link) -> None:
         self._link = link
         self._attempts: dict[str, WorkerAttempt] = {}
-        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[None]
 
     async def run(self) -> None:
         """Returns when asked to stop; raises, which ends the process, when the worker's own code
         fails."""
         loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
         loop.set_task_factory(_owned_task)
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rollout")
         instances = Instances(self._link.beating)
@@ -231,7 +222,9 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
     try:
         _leave_the_forkserver(spec)
         _settle_in(spec)
-        run_until_stopped(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
+        spec.control.setblocking(True)
+        worker = _Worker(_Link(spec.control, spec.heartbeat_seconds / BEATS_PER_SILENCE))
+        uvloop.new_event_loop().run_until_complete(worker.run())  # closed by the end of the process
         code = 0
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()
