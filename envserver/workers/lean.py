@@ -30,7 +30,6 @@ from .companions import Companion, tell_joined, tell_status, wait_to_be_let_in
 from .linux import bound, close_all_but, new_random_numbers
 
 MAX_MESSAGE_BYTES = 65536
-_MB = 2**20
 _JOINED = (
     linux.CLONE_NEWUSER
     | linux.CLONE_NEWNS
@@ -217,5 +216,5 @@ class _Server:
         os.chdir(NamespaceBackend.work)
         new_random_numbers()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        bound(sandbox["memory_mb"] * _MB, sandbox["reserved_mb"] * _MB, sandbox["disk_mb"] * _MB)
+        bound(sandbox["memory_mb"], sandbox["reserved_mb"], sandbox["disk_mb"])
         enclose(bytes.fromhex(self._seen["filter"]), sandbox["processes"])

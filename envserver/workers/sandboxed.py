@@ -114,7 +114,7 @@ def _confine_on_the_host(
     """
     if uid is not None:
         namespaces.become_user(uid)
-    _bound(sandbox)
+    bound(sandbox.memory_mb, sandbox.reserved_mb, sandbox.disk_mb)
     linux.drop_capabilities()
     if sandbox.backend == "landlock":
         landlock.restrict(
@@ -140,7 +140,7 @@ def _confine_in_namespaces(
     if spec.companion is not None:
         spec.companion.let_in()
     hand_out(_listen(sandbox.port))
-    _bound(sandbox)
+    bound(sandbox.memory_mb, sandbox.reserved_mb, sandbox.disk_mb)
     backend.enclose(sandbox.processes)
     for number in NamespaceBackend.reset_signals:
         signal.signal(number, _do_nothing)
@@ -170,7 +170,3 @@ def _listen(port: int) -> socket.socket:
     listener.bind(("127.0.0.1", port))
     listener.listen(128)
     return listener
-
-
-def _bound(sandbox: WorkerSandbox) -> None:
-    bound(sandbox.memory_mb * _MB, sandbox.reserved_mb * _MB, sandbox.disk_mb * _MB)
