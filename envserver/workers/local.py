@@ -299,12 +299,8 @@ class LocalPool:
 
     async def _fork(self) -> WorkerHandle:
         """Forks a worker that takes rollouts at once; waits while there is no forkserver."""
-        handle = WorkerHandle(
-            f"worker-{next(self._ids)}",
-            self._config,
-            kill=self._kill,
-            on_gone=self._gone,
-        )
+        name = f"worker-{next(self._ids)}"
+        handle = WorkerHandle(name, self._config, kill=self._kill, on_gone=self._gone)
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -31,7 +31,7 @@ from . import linux
 from .attempt import Instances, WorkerAttempt, WorkerResources
 from .companions import Companion, give_companion
 from .handle import EXIT_CRASHED
-from .messages import BEATS_PER_SILENCE, decode, encode
+from .messages import BEATS_PER_SILENCE, WorkerSandbox, decode, encode
 from .output import kept_stream
 from .run import HttpClient
 
@@ -103,7 +103,7 @@ class _Worker:
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rollout")
         instances = Instances(self._link.beating)
         async with HttpClient() as http, asyncio.TaskGroup() as self._tasks:
-            self._workshop = WorkerResources(http, instances, threads, self._link.beating)
+            self._workshop = WorkerResources(http, instances, threads)
             loop.add_reader(self._link.fileno(), self._obey)
             self._link.send("ready")
             beats = self._tasks.create_task(self._beat())
@@ -205,6 +205,10 @@ class WorkerSpec:
         directory: its own, for the current directory, HOME and TMPDIR.
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
+        sandbox: None: the worker has none, nor the fields below.
+        seen: what it will see; see `sandbox.system.describe`.
+        user: None: the current user, who is not root.
+        hand_out: in a worker with its own network, gives a listening socket to the server.
     """
 
     control: socket.socket
@@ -213,7 +217,11 @@ class WorkerSpec:
     parent_pid: int
     kept_descriptors: set[int]
     heartbeat_seconds: float
-    companion: Companion | None = None
+    companion: Companion | None
+    sandbox: WorkerSandbox | None
+    seen: dict[str, Any]
+    user: int | None
+    hand_out: Callable[[socket.socket], None]
 
 
 def worker_main(spec: WorkerSpec) -> NoReturn:
