@@ -96,15 +96,19 @@ class Response:
     Args:
         headers: names in lower case; of equal names the first.
         complete: all of it has arrived.
+        is_reusable: the connection may have another request.
     """
 
     def __init__(self, connection: _Connection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
         self.complete = False
-        self.has_head = False
         self.has_bytes = False
+        self.is_reusable = False
         self.connection = connection
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._has_head = self._is_interim = False
+        self._bytes_without_body = 0
         self._parts: list[bytes] = []
         self._size = 0
         self._error: Exception | None = None
@@ -112,7 +116,7 @@ class Response:
         self._inflater: Any = None
 
     async def begun(self) -> Response:
-        while not self.has_head:
+        while not self._has_head:
             if self._error is not None:
                 raise self._error
             await self._news()
@@ -143,42 +147,88 @@ class Response:
 
     def release(self) -> None:
         """Gives the connection to the next request, or closes it if the answer is incomplete."""
+        self._parser = None  # it refers to this answer
         self.connection.release(self)
 
     # From the connection
 
-    def head_came(self, status: int) -> None:
-        self.status = status
-        self.has_head = True
-        encoding = self.headers.get("content-encoding", "").strip().lower()
-        if encoding in _ZIPPED:
-            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-        elif encoding not in ("", "identity"):
-            self.ended(NotHttp(f"content-encoding {encoding[:40]!r}"))
+    def feed(self, data: bytes) -> None:
+        self.has_bytes = True
+        self._bytes_without_body += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.is_reusable = False
+            self.ended(None)
+        except httptools.HttpParserError as error:
+            self.is_reusable = False
+            kind = BrokenOff if self._has_head else NotHttp
+            self.ended(kind(type(error).__name__))
+        if self._bytes_without_body > _MAX_HEAD_BYTES:
+            self.ended(NotHttp(f"a head or trailer of over {_MAX_HEAD_BYTES} bytes"))
+        self.wake()
 
-    @property
-    def lasts_until_close(self) -> bool:
-        return "content-length" not in self.headers and "transfer-encoding" not in self.headers
-
-    def part_came(self, data: bytes) -> None:
-        if self._error is not None:
-            return
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size > _BUFFER_BYTES:
-            self.connection.pause()
+    def connection_lost(self, error: Exception | None) -> None:
+        self._parser = None
+        has_length = "content-length" in self.headers or "transfer-encoding" in self.headers
+        whole = error is None and self._has_head and not has_length
+        self.ended(None if whole else BrokenOff("the connection was closed"))
 
     def ended(self, error: Exception | None) -> None:
         """Ends it; None: it is complete, and nothing later can change that."""
+        if self.complete:
+            return
         if error is None:
             self.complete = True
-        elif not self.complete:
+        else:
             self._error = self._error or error
         self.wake()
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        if self.complete:  # more than was asked for
+            self.is_reusable = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._has_head:  # else it is a trailer
+            self.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+
+    def on_headers_complete(self) -> None:
+        if self._has_head:
+            return
+        status = self._parser.get_status_code()
+        self._is_interim = 100 <= status < 200 and status != 101
+        if self._is_interim:
+            self.headers.clear()
+            return
+        self.status, self._has_head = status, True
+        encoding = self.headers.get("content-encoding", "").strip().lower()
+        if encoding in _ZIPPED:
+            self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+        elif encoding not in ("", "identity"):
+            self.ended(NotHttp(f"content-encoding {encoding[:40]!r}"))
+
+    def on_body(self, data: bytes) -> None:
+        self._bytes_without_body = 0
+        if self.complete or self._error is not None:
+            return
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > _BUFFER_BYTES:
+            self.connection.pause()
+
+    def on_message_complete(self) -> None:
+        if self._is_interim:
+            self._is_interim = False
+        elif not self.complete:
+            # After a 101 comes no HTTP, or an answer that is still to come.
+            self.is_reusable = self._parser.should_keep_alive() and self.status != 101
+            self.ended(None)
 
     async def _news(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -220,17 +270,10 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._pool = pool
         self._transport: asyncio.Transport
-        self._parser: Any = None
         self._response: Response | None = None
-        self._bytes_without_body = 0
-        self._is_interim = False
-        self._is_reusable = False
 
     def send(self, request: list[bytes]) -> Response:
-        self._parser = httptools.HttpResponseParser(self)
         self._response = response = Response(self)
-        self._bytes_without_body = 0
-        self._is_interim = self._is_reusable = False
         if self._transport.is_closing():
             response.ended(BrokenOff("the connection was closed"))
         else:
@@ -240,14 +283,15 @@ class _Connection(asyncio.Protocol):
     def release(self, response: Response) -> None:
         if self._response is not response:
             return
-        self._response = self._parser = None
+        self._response = None
         # After an answer that came early, the rest of its request would be taken for the next one.
         is_sent = self._transport.get_write_buffer_size() == 0
-        if response.complete and self._is_reusable and is_sent and not self._transport.is_closing():
+        is_usable = response.is_reusable and is_sent and not self._transport.is_closing()
+        if response.complete and is_usable:
             self.resume()
             self._pool.keep(self)
         else:
-            if response.complete and not self._is_reusable:
+            if response.complete and not response.is_reusable:
                 self._pool.unkept.add(self.origin)
             self.close()
 
@@ -265,7 +309,8 @@ class _Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Closes it now and drops unsent bytes."""
-        self._is_reusable = False
+        if self._response is not None:
+            self._response.is_reusable = False
         self._transport.abort()
 
     def pause(self) -> None:
@@ -285,65 +330,13 @@ class _Connection(asyncio.Protocol):
         if response is None or response.complete:  # nothing was asked
             self.close()
             return
-        response.has_bytes = True
-        self._bytes_without_body += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._is_reusable = False
-            response.ended(None)
-        except httptools.HttpParserError as error:
-            self._is_reusable = False
-            kind = BrokenOff if response.has_head else NotHttp
-            response.ended(kind(type(error).__name__))
-        if self._bytes_without_body > _MAX_HEAD_BYTES:
-            response.ended(NotHttp(f"a head or trailer of over {_MAX_HEAD_BYTES} bytes"))
-        response.wake()
+        response.feed(data)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._is_reusable = False
         self._pool.closed(self)
-        response, self._response, self._parser = self._response, None, None
-        if response is None or response.complete:
-            return
-        whole = error is None and response.has_head and response.lasts_until_close
-        response.ended(None if whole else BrokenOff("the connection was closed"))
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        if self._response is None or self._response.complete:  # more than was asked for
-            self._is_reusable = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        response = self._response
-        if response is not None and not response.has_head:  # else it is a trailer
-            response.headers.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
-
-    def on_headers_complete(self) -> None:
-        response, status = self._response, self._parser.get_status_code()
-        if response is None or response.has_head:
-            return
-        self._is_interim = 100 <= status < 200 and status != 101
-        if self._is_interim:
-            response.headers.clear()
-        else:
-            response.head_came(status)
-
-    def on_body(self, data: bytes) -> None:
-        self._bytes_without_body = 0
-        if self._response is not None and not self._response.complete:
-            self._response.part_came(data)
-
-    def on_message_complete(self) -> None:
-        if self._response is None or self._response.complete:
-            return
-        if self._is_interim:
-            self._is_interim = False
-            return
-        # After a 101 comes no HTTP, or an answer that is still to come.
-        self._is_reusable = self._parser.should_keep_alive() and self._response.status != 101
-        self._response.ended(None)
+        response, self._response = self._response, None
+        if response is not None:
+            response.connection_lost(error)
 
 
 @contextmanager

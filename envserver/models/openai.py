@@ -54,130 +54,6 @@ _MISSES = 3
 _MAX_METRICS_BYTES = 16 * 1024 * 1024
 
 
-class ReplicaMonitor:
-    """The background checks of an engine's replicas.
-
-    Health: every `check_seconds`, at once after a failed call, and with growing pauses while a
-    replica is unhealthy; an engine's only replica is not checked while it is well, as there is no
-    choice. Load, from its metrics: every `measure_seconds` while it has calls in flight.
-
-    A process that is gone breaks its connections; one that hangs keeps them and answers nothing. So
-    calls at a replica that missed several checks in a row, without any other sign of life, are
-    stopped and sent to another one.
-    """
-
-    def __init__(
-        self,
-        replicas: Replicas,
-        connections: Connections,
-        *,
-        check_seconds: float,
-        measure_seconds: float,
-    ) -> None:
-        self._replicas = replicas
-        self._connections = connections
-        self._check_seconds = check_seconds
-        self._measure_seconds = measure_seconds
-        self._tasks: dict[Replica, list[asyncio.Task[None]]] = {}
-
-    async def __aenter__(self) -> ReplicaMonitor:
-        for replica in self._replicas.all:
-            self.watch(replica)
-        return self
-
-    def watch(self, replica: Replica) -> None:
-        self._tasks[replica] = [
-            asyncio.create_task(work, name=f"watch {replica.url}")
-            for work in (self._check(replica), self._measure(replica))
-        ]
-
-    def unwatch(self, replica: Replica) -> None:
-        for task in self._tasks.pop(replica, ()):
-            task.cancel()
-
-    async def __aexit__(self, *exc: object) -> None:
-        tasks = [task for each in self._tasks.values() for task in each]
-        self._tasks.clear()
-        for end in await cancel_and_wait(*tasks):
-            if end is not None and not isinstance(end, asyncio.CancelledError):
-                raise end
-
-    async def _check(self, replica: Replica) -> None:
-        misses = 0
-        missing_since = 0.0
-        while True:
-            is_alone = replica.origin == "setting" and len(self._replicas.all) == 1
-            if replica.state != "closed" or not is_alone:
-                began = replica.clock()
-                miss, lost = await self._miss(replica)
-                if miss and not lost:
-                    replica.lost()
-                if not miss or replica.heard_at >= began:
-                    misses = 0
-                    replica.checked(True)
-                else:
-                    missing_since = missing_since if misses else began
-                    misses += 1
-                    replica.checked(False, miss)
-                is_hanging = misses >= _MISSES and lost and replica.heard_at < missing_since
-                if is_hanging and self._replicas.other_usable([replica]):
-                    replica.give_up_requests()
-            await self._pause(replica, misses)
-
-    async def _miss(self, replica: Replica) -> tuple[str, bool]:
-        """Why its check failed ("" if not), and whether its calls may be lost.
-
-        A server without `/health` that answers so is healthy. One that accepts no connections may
-        still answer its current calls, as servers do that shut down in order.
-        """
-        try:
-            status, _ = await self._get(replica, "/health")
-        except TimeoutError:
-            return "no answer to its health check in time", True
-        except RetryableError as retryable:
-            return retryable.error.message, retryable.fault != "refused"
-        except EngineError as error:
-            return error.message, True
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            return f"its health check says HTTP {status}", True
-        return "", False
-
-    async def _pause(self, replica: Replica, misses: int) -> None:
-        """Waits until the next check, which a failed call brings forward."""
-        replica.suspected.clear()
-        spread = random.uniform(0.8, 1.2)
-        if misses:
-            backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
-            await asyncio.sleep(backoff.seconds(misses) * spread)
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._check_seconds * spread):
-                await replica.suspected.wait()
-            # Calls fail in bursts; one check is enough for all of them.
-            await asyncio.sleep(self._check_seconds / 50)
-
-    async def _measure(self, replica: Replica) -> None:
-        while True:
-            await asyncio.sleep(self._measure_seconds)
-            if not replica.slots.used:
-                continue
-            try:
-                status, text = await self._get(replica, "/metrics")
-            except (TimeoutError, RetryableError, EngineError):
-                continue  # `_check` looks after health
-            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                continue
-            load = read_load(text.decode(errors="replace"))
-            replica.slots.observe(load)
-            if load is None:
-                await asyncio.sleep(_LONGEST_PAUSE_SECONDS)
-
-    async def _get(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        async with asyncio.timeout(self._check_seconds):
-            async with self._connections.open(replica, "GET", path) as response:
-                return response.status, await whole(response, _MAX_METRICS_BYTES)
-
-
 Json = dict[str, Any]
 
 _GET_SECONDS = 120.0
@@ -215,6 +91,8 @@ class OpenAIEngine:
         """Checks that a replica is still the same engine; raises ConfigError or EngineError."""
         self._timeout_seconds = config.timeout
         self._check_seconds = check_seconds
+        self._measure_seconds = measure_seconds
+        self._watching: dict[Replica, list[asyncio.Task[None]]] = {}
         roots = list(dict.fromkeys(root_of(address) for address in config.base_urls))
         self.routes = Replicas(
             roots,
@@ -226,21 +104,20 @@ class OpenAIEngine:
         )
         self._decoder = Decoder(key)
         self._connections = Connections(key, self._decoder, self.addresses)
-        self._monitor = ReplicaMonitor(
-            self.routes,
-            self._connections,
-            check_seconds=check_seconds,
-            measure_seconds=measure_seconds,
-        )
 
     async def __aenter__(self) -> OpenAIEngine:
         await self._connections.__aenter__()
-        await self._monitor.__aenter__()
+        for replica in self.routes.all:
+            self._watch(replica)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        tasks = [task for each in self._watching.values() for task in each]
+        self._watching.clear()
         try:
-            await self._monitor.__aexit__(*exc)
+            for end in await cancel_and_wait(*tasks):
+                if end is not None and not isinstance(end, asyncio.CancelledError):
+                    raise end
         finally:
             await self._connections.__aexit__(*exc)
 
@@ -340,12 +217,13 @@ class OpenAIEngine:
         """Adds a replica, which gets no calls before it is admitted."""
         replica = self.routes.add(root_of(url), origin)
         replica.gets_key = gets_key
-        self._monitor.watch(replica)
+        self._watch(replica)
         return replica
 
     def remove(self, replica: Replica) -> None:
         self.routes.remove(replica)
-        self._monitor.unwatch(replica)
+        for task in self._watching.pop(replica, ()):
+            task.cancel()
 
     async def _health_of(self, replica: Replica) -> ReplicaHealth:
         started = time.monotonic()
@@ -500,6 +378,95 @@ class OpenAIEngine:
                 error = failed
         request.failed(error.message)
         raise error
+
+    # Background checks. Health: every `check_seconds`, at once after a failed call, with growing
+    # pauses while a replica is unhealthy; an only replica is not checked while it is well, as there
+    # is no choice. Load, from its metrics: every `measure_seconds` while it has calls in flight.
+    #
+    # A process that is gone breaks its connections; one that hangs keeps them and answers nothing.
+    # So calls at a replica that missed several checks in a row, without any other sign of life, are
+    # stopped and sent to another one.
+
+    def _watch(self, replica: Replica) -> None:
+        self._watching[replica] = [
+            asyncio.create_task(work, name=f"watch {replica.url}")
+            for work in (self._check_health(replica), self._measure(replica))
+        ]
+
+    async def _check_health(self, replica: Replica) -> None:
+        misses = 0
+        missing_since = 0.0
+        while True:
+            is_alone = replica.origin == "setting" and len(self.routes.all) == 1
+            if replica.state != "closed" or not is_alone:
+                began = replica.clock()
+                miss, lost = await self._miss(replica)
+                if miss and not lost:
+                    replica.lost()
+                if not miss or replica.heard_at >= began:
+                    misses = 0
+                    replica.checked(True)
+                else:
+                    missing_since = missing_since if misses else began
+                    misses += 1
+                    replica.checked(False, miss)
+                is_hanging = misses >= _MISSES and lost and replica.heard_at < missing_since
+                if is_hanging and self.routes.other_usable([replica]):
+                    replica.give_up_requests()
+            await self._pause(replica, misses)
+
+    async def _miss(self, replica: Replica) -> tuple[str, bool]:
+        """Why its check failed ("" if not), and whether its calls may be lost.
+
+        A server without `/health` that answers so is healthy. One that accepts no connections may
+        still answer its current calls, as servers do that shut down in order.
+        """
+        try:
+            status, _ = await self._read(replica, "/health")
+        except TimeoutError:
+            return "no answer to its health check in time", True
+        except RetryableError as retryable:
+            return retryable.error.message, retryable.fault != "refused"
+        except EngineError as error:
+            return error.message, True
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return f"its health check says HTTP {status}", True
+        return "", False
+
+    async def _pause(self, replica: Replica, misses: int) -> None:
+        """Waits until the next check, which a failed call brings forward."""
+        replica.suspected.clear()
+        spread = random.uniform(0.8, 1.2)
+        if misses:
+            backoff = Backoff(self._check_seconds / 5, _LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(backoff.seconds(misses) * spread)
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._check_seconds * spread):
+                await replica.suspected.wait()
+            # Calls fail in bursts; one check is enough for all of them.
+            await asyncio.sleep(self._check_seconds / 50)
+
+    async def _measure(self, replica: Replica) -> None:
+        while True:
+            await asyncio.sleep(self._measure_seconds)
+            if not replica.slots.used:
+                continue
+            try:
+                status, text = await self._read(replica, "/metrics")
+            except (TimeoutError, RetryableError, EngineError):
+                continue  # `_check_health` looks after that
+            if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                continue
+            load = read_load(text.decode(errors="replace"))
+            replica.slots.observe(load)
+            if load is None:
+                await asyncio.sleep(_LONGEST_PAUSE_SECONDS)
+
+    async def _read(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        async with asyncio.timeout(self._check_seconds):
+            async with self._connections.open(replica, "GET", path) as response:
+                return response.status, await whole(response, _MAX_METRICS_BYTES)
 
 
 def _restarted(replica: Replica) -> EngineUnavailable:

@@ -258,13 +258,14 @@ class Replica:
         self.errors = 0
         self.clock = clock
         self.reason = ""
-        self._requests: set[ReplicaRequest] = set()
+        self.requests: set[ReplicaRequest] = set()
+        self.trying = 0
+        """Requests that test an open breaker."""
         self._busy_until = self._aside_until = float("-inf")
         self._failed_at: deque[float | None] = deque(maxlen=_RECENT)
         self._opened_at: float | None = None
         self._openings = 0
         self._unwell = self._by_calls = False
-        self._trying = 0
 
     @property
     def state(self) -> State:
@@ -275,26 +276,12 @@ class Replica:
     @property
     def usable(self) -> bool:
         state = self.state
-        allows = state == "closed" or (state == "half_open" and not self._trying)
+        allows = state == "closed" or (state == "half_open" and not self.trying)
         return allows and self.clock() >= self._busy_until
 
     @property
     def aside_until(self) -> float:
         return max(self._aside_until, self._busy_until)
-
-    def request(self) -> ReplicaRequest:
-        return ReplicaRequest(self)
-
-    def begin(self, request: ReplicaRequest) -> bool:
-        """Returns whether the request is a test of an open breaker, for `end`."""
-        self._requests.add(request)
-        tries = self._opened_at is not None
-        self._trying += tries
-        return tries
-
-    def end(self, request: ReplicaRequest, *, tries: bool) -> None:
-        self._requests.discard(request)
-        self._trying -= tries
 
     def checked(self, well: bool, reason: str = "") -> None:
         """Registers a health check. A healthy result closes the breaker unless calls opened it."""
@@ -307,7 +294,7 @@ class Replica:
 
     def give_up_requests(self, *, sent: bool = True) -> None:
         """Stops unanswered requests, to be sent elsewhere; `sent`: also those at the engine."""
-        for request in self._requests:
+        for request in self.requests:
             if sent or request.sent_at is None:
                 request.give_up()
 
@@ -390,11 +377,14 @@ class ReplicaRequest:
         self._tries = False
 
     def __enter__(self) -> ReplicaRequest:
-        self._tries = self.replica.begin(self)
+        self.replica.requests.add(self)
+        self._tries = self.replica.state != "closed"
+        self.replica.trying += self._tries
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.replica.end(self, tries=self._tries)
+        self.replica.requests.discard(self)
+        self.replica.trying -= self._tries
 
     def give_up(self) -> None:
         if self.scope is not None and not self.scope.expired():
@@ -421,9 +411,6 @@ class ReplicaRequest:
             self.replica.failed(self.begun_at, reason)
             if self.replica.tells:
                 self.replica.lost()
-
-    def refused(self, reason: str) -> None:
-        self.replica.refused(reason)
 
     def timed_out(self) -> None:
         """A failure only if the replica showed no sign of life since the request was sent."""

@@ -256,7 +256,7 @@ class Replicas:
         while True:
             replica = await self.next(rollout_id, tried, patience_until)
             try:
-                with replica.request() as request:
+                with ReplicaRequest(replica) as request:
                     return await _try(once, request, deadline)
             except RetryableError as retryable:
                 if not replica.admitted or (
@@ -306,7 +306,7 @@ async def _try(
         raise _overdue(request) from None
     except RetryableError as retryable:
         if retryable.fault == "refused":
-            request.refused(retryable.error.message)
+            request.replica.refused(retryable.error.message)
         elif retryable.fault == "failed":
             request.failed(retryable.error.message)
         raise

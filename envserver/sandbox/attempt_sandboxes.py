@@ -24,7 +24,6 @@ from envserver_records.records import SandboxLimits, SandboxSpec, SandboxUsage
 
 from ..proxy.attempts import ProxyAttempt, ended
 from ..proxy.egress import Egress
-from ..sandbox_interface import Sandbox
 from .maker import InteractiveSandbox, SandboxMaker, not_lost
 from .requests import BODIES, Exec, Open, Opened, RunPython, Start, cut_down, plain, variables
 from .served import ServedSandbox, decoded
@@ -140,7 +139,7 @@ class AttemptSandboxes:
             attempt.check_time()
         served = tenant.served
         if isinstance(request, Start):
-            return await served.start(request, attempt.seconds_left)
+            return await tenant.perform(served.start(request, attempt.seconds_left))
         performing = served.perform(action, request)
         if not isinstance(request, Exec | RunPython):
             return await tenant.perform(performing)
@@ -297,9 +296,7 @@ class _Tenant:
                 usage = SandboxUsage(executions=0)
                 self.opened.set_result(served := ServedSandbox(sandbox, most))
                 await self._over.wait()
-                for life in served.life:
-                    life.cancel()
-                usage = await _last_total(sandbox)
+                usage = await _last_total(served)
         except asyncio.CancelledError:
             self._failed(ended())
             raise
@@ -325,11 +322,12 @@ def _none_free() -> SandboxUnavailable:
     return SandboxUnavailable("Timed out waiting for a sandbox.")
 
 
-async def _last_total(sandbox: Sandbox) -> SandboxUsage:
+async def _last_total(served: ServedSandbox) -> SandboxUsage:
     """Empty if the sandbox was lost."""
     try:
         async with asyncio.timeout(_LAST_SECONDS):
-            return await sandbox.total()
+            await served.close()
+            return await served.sandbox.total()
     except (EnvserverError, TimeoutError) as error:
         _log.warning("sandbox_usage_unknown", error=str(error) or "it does not answer")
         return SandboxUsage(executions=0)

@@ -38,6 +38,8 @@ from .wire import (
 )
 
 T = TypeVar("T")
+_Opened = tuple[str, socket.socket, int]
+"""The backend, the socket of the sandbox, and its pidfd."""
 
 _GRACE_SECONDS = 10.0
 """Seconds beyond the wall limit until a sandbox that does not answer counts as lost."""
@@ -56,7 +58,7 @@ class SandboxClient:
         self._address = address
         self._socket: socket.socket | None = None
         self._requests = itertools.count()
-        self._opening: dict[int, asyncio.Future[tuple[str, socket.socket, int]]] = {}
+        self._opening: dict[int, asyncio.Future[_Opened]] = {}
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,10 +80,10 @@ class SandboxClient:
         finally:
             await asyncio.shield(sandbox.close())
 
-    async def _request(self, preload: tuple[str, ...]) -> tuple[str, socket.socket, int]:
+    async def _request(self, preload: tuple[str, ...]) -> _Opened:
         connection = self._connected()
         number = next(self._requests)
-        answer: asyncio.Future[tuple[str, socket.socket, int]]
+        answer: asyncio.Future[_Opened]
         answer = asyncio.get_running_loop().create_future()
         self._opening[number] = answer
         try:
@@ -95,7 +97,7 @@ class SandboxClient:
         finally:
             self._opening.pop(number, None)
 
-    def _give_up(self, number: int, answer: asyncio.Future[tuple[str, socket.socket, int]]) -> None:
+    def _give_up(self, number: int, answer: asyncio.Future[_Opened]) -> None:
         if answer.done() and not answer.cancelled() and answer.exception() is None:
             _, channel, pidfd = answer.result()
             channel.close()  # the in-sandbox server then ends

@@ -77,17 +77,16 @@ class Child:
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
-        engine: Engine,
+        pool: Pool,
         words: list[str],
         seconds: float,
         then: Callable[[int], None],
         *,
         talks: bool = False,
     ) -> None:
-        ours = os.getpid()
+        ours, engine = os.getpid(), pool.engine
         self.argv = [engine.program, *words]
-        self._selector = selector
+        self._selector = selector = pool.selector
         self._then = then
         self.expires = time.monotonic() + seconds
         self.errors = b""
@@ -130,23 +129,14 @@ class Child:
 class Container(Child):
     """A container from its start to its end; talks by `stdin` and `stdout`."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        engine: Engine,
-        name: str,
-        key: ContainerKey,
-        then: Callable[[Container, int], None],
-    ) -> None:
+    def __init__(self, pool: Pool, name: str, key: ContainerKey) -> None:
         self.name = name
         self.key = key
         self.unsent = memoryview(bundle(key.preload))
         self.ready = False
         self.ending = 0
-        words = command(engine, name, key, len(self.unsent))
-        super().__init__(
-            selector, engine, words, _START_SECONDS, lambda status: then(self, status), talks=True
-        )
+        words = command(pool.engine, name, key, len(self.unsent))
+        super().__init__(pool, words, _START_SECONDS, partial(pool.ended, self), talks=True)
         self.stdin = cast(IO[bytes], self.process.stdin)
         self.stdout = cast(IO[bytes], self.process.stdout)
 
@@ -171,8 +161,8 @@ class Pool:
     """The containers of one maker: those that start, are kept warm, and are in use."""
 
     def __init__(self, engine: Engine, selector: selectors.BaseSelector) -> None:
-        self._engine = engine
-        self._selector = selector
+        self.engine = engine
+        self.selector = selector
         self._waiting: list[Wanted] = []
         self._starting: list[Container] = []
         self._warm: list[Container] = []
@@ -214,7 +204,7 @@ class Pool:
         times = [child.expires for child in self._asked.values()]
         times += [each.expires for each in (*self._starting, *self._others)]
         times += [use.last + _WARM_SECONDS for use in self._uses.values()]
-        if len(self._starting) < self._engine.starts:
+        if len(self._starting) < self.engine.starts:
             if self._waiting or self._lacking():
                 times.append(self._next_start)
             times.append(self._quiet_at if self._quiet_at > now else float("inf"))
@@ -258,24 +248,24 @@ class Pool:
                 self._start(wanted.key)
 
     def _may_start(self) -> bool:
-        if len(self._starting) >= self._engine.starts:
+        if len(self._starting) >= self.engine.starts:
             return False
         return time.monotonic() >= self._next_start
 
     def _start(self, key: ContainerKey) -> None:
         now = time.monotonic()
-        self._next_start = max(now, self._next_start) + 1.0 / self._engine.starts_per_second
-        name = f"{self._engine.prefix}-{uuid.uuid4().hex[:12]}"
+        self._next_start = max(now, self._next_start) + 1.0 / self.engine.starts_per_second
+        name = f"{self.engine.prefix}-{uuid.uuid4().hex[:12]}"
         try:
-            container = Container(self._selector, self._engine, name, key, self._ended)
+            container = Container(self, name, key)
         except OSError as error:  # no process, no memory, no descriptor
             self._refuse(NoContainer(str(error)), lambda wanted: wanted.key == key, 1)
             return
         self._starting.append(container)
         os.set_blocking(container.stdin.fileno(), False)
         send, hear = partial(self._send, container), partial(self._hear, container)
-        self._selector.register(container.stdin, selectors.EVENT_WRITE, send)
-        self._selector.register(container.stdout, selectors.EVENT_READ, hear)
+        self.selector.register(container.stdin, selectors.EVENT_WRITE, send)
+        self.selector.register(container.stdout, selectors.EVENT_READ, hear)
 
     def _send(self, container: Container) -> None:
         try:
@@ -286,22 +276,22 @@ class Pool:
             done = len(container.unsent)
         container.unsent = container.unsent[done:]
         if not container.unsent:
-            self._selector.unregister(container.stdin)
+            self.selector.unregister(container.stdin)
             os.set_blocking(container.stdin.fileno(), True)
 
     def _hear(self, container: Container) -> None:
-        self._selector.unregister(container.stdout)
+        self.selector.unregister(container.stdout)
         container.ready = os.read(container.stdout.fileno(), 1) == CONTAINER_READY
         if container.ready and container in self._starting:
             self._starting.remove(container)
             self._warm.append(container)
             container.expires = float("inf")
 
-    def _ended(self, container: Container, status: int) -> None:
+    def ended(self, container: Container, status: int) -> None:
         for pipe in (container.stdin, container.stdout):
             if not pipe.closed:
                 with contextlib.suppress(KeyError):
-                    self._selector.unregister(pipe)
+                    self.selector.unregister(pipe)
                 pipe.close()
         for group in (self._warm, self._others):
             if container in group:
@@ -325,7 +315,7 @@ class Pool:
         child = self._asked.pop(image)
         if status == 0:
             self._images.add(image)
-        elif self._engine.pull == "missing" and child.argv[1] != "pull":
+        elif self.engine.pull == "missing" and child.argv[1] != "pull":
             then = partial(self._looked, image)
             self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
         else:
@@ -336,7 +326,7 @@ class Pool:
         self, words: list[str], seconds: float, then: Callable[[int], None], image: str = ""
     ) -> None:
         try:
-            child = Child(self._selector, self._engine, words, seconds, then)
+            child = Child(self, words, seconds, then)
         except OSError as error:
             if image:
                 reason = NoContainer(str(error))
@@ -353,10 +343,10 @@ class Pool:
         Where each task has an image of its own, a kind is used a few times only, and what was
         started in advance for it would be started for nothing.
         """
-        now, room, targets = time.monotonic(), self._engine.most_warm, {}
+        now, room, targets = time.monotonic(), self.engine.most_warm, {}
         for key, use in sorted(self._uses.items(), key=lambda item: -item[1].last):
             deserved = use.times // _USES_FOR_ONE if now - use.last < _WARM_SECONDS else 0
-            targets[key] = min(self._engine.warm, room, deserved)
+            targets[key] = min(self.engine.warm, room, deserved)
             room -= targets[key]
         return targets
 

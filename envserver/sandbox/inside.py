@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from . import linux
 from .backend import Backend
 from .program import MB, Program, become
-from .usage import Accounts, Totals, sample
+from .usage import Totals, sample
 from .wire import MAX_FRAME_BYTES, Frames, encode
 
 if TYPE_CHECKING:
@@ -65,42 +65,34 @@ class _Output:
 
 
 class Execution:
-    """Runs `program` once; its usage is added to `totals`. `stdin`: input, or a socket for input
-    and output."""
+    """Runs `program` once; its usage is added to the server's. `stdin`: input, or a socket for
+    input and output."""
 
-    def __init__(
-        self,
-        program: Program,
-        stdin: bytes | socket.socket,
-        backend: Backend,
-        accounts: Accounts,
-        totals: Totals,
-    ) -> None:
+    def __init__(self, server: _Server, program: Program, stdin: bytes | socket.socket) -> None:
+        self._server = server
         self._program = program
         self._limits = program.limits
         self._stdin = stdin
-        self._backend = backend
-        self._totals = totals
+        self._backend = server.backend
         self._keep = int(program.limits["output_kb"]) * 1024
         self._used = Totals(executions=1)
         self._killed_by = ""
-        self._accounts = accounts
+        self._accounts = accounts = server.accounts
         self._cpu_before = accounts.cpu_seconds()
         self._io_before = accounts.bytes_moved()
         self._peaks_before = accounts.peak_memory(), accounts.peak_tasks()
         self._kills_before = accounts.memory_kills()
 
-    def cancel(self) -> None:
-        self._killed_by = "cancelled"
-
-    def run(self, channel: int, asked_to_cancel: Callable[[], bool]) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Until the program and all processes that it started have ended."""
         self._outputs = [_Output(self._keep), _Output(self._keep)]
         began = time.monotonic()
+        if self._server.cancel_waits():  # it came together with the program
+            self._killed_by = "cancelled"
         pid = self._fork()
         pidfd = os.pidfd_open(pid)
         try:
-            self._watch(pid, pidfd, began, channel, asked_to_cancel)
+            self._watch(pidfd, began)
         finally:
             os.close(pidfd)
             if self._killed_by:
@@ -123,15 +115,8 @@ class Execution:
             os.close(output.writing)
         return pid
 
-    def _watch(
-        self,
-        pid: int,
-        pidfd: int,
-        began: float,
-        channel: int,
-        asked_to_cancel: Callable[[], bool],
-    ) -> None:
-        poll = select.poll()
+    def _watch(self, pidfd: int, began: float) -> None:
+        poll, channel = select.poll(), self._server.channel.fileno()
         for descriptor in (pidfd, channel, *(output.reading for output in self._outputs)):
             poll.register(descriptor, select.POLLIN)
         by_descriptor = {output.reading: output for output in self._outputs}
@@ -151,7 +136,7 @@ class Execution:
                 if descriptor == pidfd:
                     return
                 if descriptor == channel:
-                    if asked_to_cancel():
+                    if self._server.hears_cancel():
                         self._killed_by = "cancelled"
                 elif not by_descriptor[descriptor].take():
                     poll.unregister(descriptor)
@@ -214,7 +199,7 @@ class Execution:
         used.disk_bytes = max(used.disk_bytes, self._backend.used()[0])
         if self._killed_by:
             used.killed = {self._killed_by: 1}
-        self._totals.add(used)
+        self._server.totals.add(used)
         out, error = self._outputs
         return {
             "exit": code if code >= 0 and not self._killed_by else None,
@@ -278,12 +263,12 @@ def _hang_up(channel: socket.socket) -> None:
 
 class _Server:
     def __init__(self, channel: socket.socket, backend: Backend) -> None:
-        self._channel = channel
-        self._backend = backend
+        self.channel = channel
+        self.backend = backend
+        self.totals = Totals()
+        self.accounts = backend.accounts()
         self._frames = Frames()
         self._waiting: list[list[Any]] = []
-        self._totals = Totals()
-        self._accounts = backend.accounts()
         self._env: dict[str, str] = {}
         self._limits: dict[str, Any] = {}
         self._handing_out: list[int] = []
@@ -318,7 +303,7 @@ class _Server:
             case ["read", str() as path, int() as most]:
                 return _read(self._place(path), most)
             case ["total"]:
-                return self._totals.as_record()
+                return self.totals.as_record()
             case ["ended"]:
                 return self._ended
             case ["setup", dict() as spec]:
@@ -335,12 +320,12 @@ class _Server:
 
     def _set_up(self, spec: dict[str, Any]) -> None:
         self._limits = spec["limits"]
-        places = {"TMPDIR": self._backend.temporary, "HOME": self._backend.work}
-        self._env = {**self._backend.variables, **places, **spec["env"]}
-        self._backend.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
-        os.chdir(self._backend.work)
+        places = {"TMPDIR": self.backend.temporary, "HOME": self.backend.work}
+        self._env = {**self.backend.variables, **places, **spec["env"]}
+        self.backend.furnish(int(self._limits["disk_mb"]) * MB, int(self._limits["inodes"]))
+        os.chdir(self.backend.work)
         if spec["archive"]:
-            _unpack(spec["archive"], self._backend.work)
+            _unpack(spec["archive"], self.backend.work)
         for path, data in spec["files"].items():
             _write(self._place(path), data)
         linux.prctl(linux.PR_SET_DUMPABLE, 0)
@@ -362,7 +347,7 @@ class _Server:
             env={**self._env, **wanted["env"]},
             limits=_tighter(self._limits, wanted["limits"]),
         )
-        return self._run(self._execution(program, wanted["stdin"]))
+        return self._run(Execution(self, program, wanted["stdin"]))
 
     def _start(self, wanted: dict[str, Any]) -> None:
         """The program may run for `wall_seconds`, unlike others."""
@@ -375,30 +360,25 @@ class _Server:
         )
         ours, theirs = socket.socketpair()
         self._handing_out.append(theirs.detach())
-        self._starting = self._execution(program, ours)
-
-    def _execution(self, program: Program, stdin: bytes | socket.socket) -> Execution:
-        return Execution(program, stdin, self._backend, self._accounts, self._totals)
+        self._starting = Execution(self, program, ours)
 
     def _run(self, execution: Execution) -> dict[str, Any]:
         try:
-            if self._cancel_waits():  # it came together with the program
-                execution.cancel()
-            return execution.run(self._channel.fileno(), self._asked_to_cancel)
+            return execution.run()
         except ConnectionError:
             raise
         except OSError as error:  # the machine's fault, not the caller's: the sandbox is lost
             raise RuntimeError(f"the program could not be run: {error}") from error
 
-    def _asked_to_cancel(self) -> bool:
+    def hears_cancel(self) -> bool:
         self._receive()
-        return self._cancel_waits()
+        return self.cancel_waits()
 
-    def _cancel_waits(self) -> bool:
+    def cancel_waits(self) -> bool:
         return any(request[0] == "cancel" for request in self._waiting)
 
     def _receive(self) -> None:
-        data = self._channel.recv(_RECEIVE_BYTES)
+        data = self.channel.recv(_RECEIVE_BYTES)
         if not data:
             raise ConnectionError("the outside is gone")
         self._waiting += self._frames.feed(data)
@@ -407,19 +387,19 @@ class _Server:
         handing_out, self._handing_out = self._handing_out, []
         frame = encode(*parts)
         if handing_out:  # with the first byte
-            socket.send_fds(self._channel, [frame[:1]], handing_out)
+            socket.send_fds(self.channel, [frame[:1]], handing_out)
             frame = frame[1:]
         for descriptor in handing_out:
             os.close(descriptor)
-        self._channel.sendall(frame)
+        self.channel.sendall(frame)
 
     def _place(self, path: str) -> str:
         """`path` as the server sees it; relative ones and those below /work: workspace."""
         if "\0" in path:
             raise Refused("a path contains a NUL character")
         if path == "/work" or path.startswith("/work/"):
-            return self._backend.work + path.removeprefix("/work")
-        return os.path.join(self._backend.work, path)
+            return self.backend.work + path.removeprefix("/work")
+        return os.path.join(self.backend.work, path)
 
 
 def _tighter(own: dict[str, Any], wanted: dict[str, Any] | None) -> dict[str, Any]:

@@ -224,9 +224,11 @@ class _Conversation:
                 self._served = ServedSandbox(sandbox, spec.limits)
                 self._link.accept_at_most(most := _most_bytes(spec.limits))
                 self._most_held = _MOST_HELD * most
-                await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
-                await self._over.wait()
-                await self._end_work()
+                try:
+                    await self._say(number, "ok", Opened(sandbox.isolation, self._machine.load))
+                    await self._over.wait()
+                finally:
+                    await self._end_work()
         except Exception as error:  # noqa: BLE001 - the client gets it; ours is logged
             await self._tell(number if self._served is None else self._closing, error)
         else:
@@ -256,11 +258,13 @@ class _Conversation:
 
     async def _end_work(self) -> None:
         self._outside.close()
-        tasks = [*self._work.values(), *(self._served.life if self._served else ())]
+        tasks = list(self._work.values())
         for task in tasks:
             if not task.cancelling():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._served is not None:
+            await self._served.close()
 
     async def _answer(self, number: int, word: str, raw: bytes) -> None:
         try:
@@ -299,7 +303,7 @@ class _Conversation:
                     raise InputError("A program needs a command, and a time to run.")
                 return await served.start(body, body.wall_seconds)
             case "ended":
-                return await served.program.end()
+                return await served.end()
             case "lead_out":
                 return await self._outside.lead_out(served.sandbox)
             case "accept":

@@ -49,7 +49,7 @@ from .machine_messages import (
     socket_pair,
 )
 from .maker import RemoteAddress, StartedProgram
-from .requests import AskedSandbox, Read, Received, Send, check_input
+from .requests import AskedProgramSandbox, Read, check_input
 from .wire import MAX_FRAME_BYTES
 
 _GRACE_SECONDS = 10.0
@@ -61,7 +61,7 @@ class MachineGone(SandboxUnavailable):
     """The machine did not answer, and has made no sandbox."""
 
 
-class MachineSandbox(AskedSandbox):
+class MachineSandbox(AskedProgramSandbox):
     """A sandbox at the other end of `websocket`, on the machine at `url`.
 
     `on_lost` is called with the reason if the machine is lost with the sandbox.
@@ -111,10 +111,8 @@ class MachineSandbox(AskedSandbox):
         stdio, ours = socket_pair()
         program = StartedProgram(stdio)
         pumping = (
-            asyncio.create_task(
-                pump_from(ours, lambda data: self.ask("send", Send(data=data), type(None)))
-            ),
-            asyncio.create_task(pump_to(ours, self._receive)),
+            asyncio.create_task(pump_from(ours, self.send)),
+            asyncio.create_task(pump_to(ours, self.receive)),
         )
         try:
             yield program
@@ -134,9 +132,6 @@ class MachineSandbox(AskedSandbox):
                     await self._asked("close", None, type(None))
         await cancel_and_wait(self._reading)
         await self._websocket.close()
-
-    async def _receive(self) -> bytes:
-        return (await self.ask("receive", None, Received)).data
 
     # Requests and answers
 

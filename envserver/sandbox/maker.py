@@ -8,19 +8,19 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from envserver_records.errors import ConfigError, SandboxLost
 from envserver_records.sandboxes import ExecResult, SandboxSpec
 
 from ..sandbox_interface import Sandbox
+from .requests import AskedSandbox, perform
 
 if TYPE_CHECKING:
     import ssl
 
     from ..proxy.egress import Closable, OnConnection
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -108,23 +108,7 @@ async def not_lost(request: Coroutine[Any, Any, T]) -> T:
     return result
 
 
-def guarded(
-    method: Callable[Concatenate[Sandbox, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[GuardedSandbox, P], Coroutine[Any, Any, T]]:
-    @functools.wraps(method)
-    async def call(self: GuardedSandbox, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        async def request() -> T:
-            # The call itself is guarded, too: a user's class may lack the method.
-            made: T = await getattr(self.sandbox, method.__name__)(*args, **kwargs)
-            return made
-
-        result: T = await self.guard(request())
-        return result
-
-    return call
-
-
-class GuardedSandbox:
+class GuardedSandbox(AskedSandbox):
     """Another sandbox, each request to which is awaited by `guard`."""
 
     def __init__(
@@ -135,11 +119,9 @@ class GuardedSandbox:
         self.sandbox = sandbox
         self.guard = guard
 
-    exec = guarded(Sandbox.exec)
-    run_python = guarded(Sandbox.run_python)
-    read = guarded(Sandbox.read)
-    write = guarded(Sandbox.write)
-    total = guarded(Sandbox.total)
+    async def ask(self, action: str, body: Any, kind: type[T]) -> T:
+        answer: T = await self.guard(perform(self.sandbox, action, body))
+        return answer
 
     async def close(self) -> None:
         await self.sandbox.close()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import InputError
@@ -26,7 +26,12 @@ from envserver_records.sandboxes import ExecResult, SandboxLimits, SandboxSpec, 
 
 from .wire import MAX_FRAME_BYTES
 
+if TYPE_CHECKING:
+    from ..sandbox_interface import Sandbox
+
 T = TypeVar("T")
+
+MOST_READ_BYTES = 64 << 20
 
 
 class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -135,6 +140,55 @@ class AskedSandbox(ABC):
 
     async def total(self) -> SandboxUsage:
         return await self.ask("total", None, SandboxUsage)
+
+
+class AskedProgramSandbox(AskedSandbox):
+    """One whose interactive program is talked to by requests, too."""
+
+    result: ExecResult | None = None
+    """How the program ended."""
+
+    async def send(self, data: bytes) -> None:
+        await self.ask("send", Send(data=data), type(None))
+
+    async def receive(self) -> bytes:
+        received = await self.ask("receive", None, Received)
+        self.result = received.result
+        return received.data
+
+
+async def perform(sandbox: Sandbox, action: str, body: Any) -> Any:
+    """Calls the method of `sandbox` that a request of `AskedSandbox` stands for."""
+    match body:
+        case Exec(argv=argv, stdin=stdin, cwd=cwd, env=env, limits=limits):
+            return await sandbox.exec(argv, stdin=stdin, cwd=cwd, env=env, limits=limits)
+        case RunPython(code=code, argv=argv, stdin=stdin, cwd=cwd, limits=limits):
+            return await sandbox.run_python(code, argv=argv, stdin=stdin, cwd=cwd, limits=limits)
+        case Read(path=path, max_bytes=max_bytes):
+            return await sandbox.read(path, max_bytes)
+        case Write(path=path, data=data):
+            return await sandbox.write(path, data)
+    if action == "total":
+        return await sandbox.total()
+    raise InputError(f"A sandbox cannot {action[:40]!r}.")
+
+
+def checked(body: T, most: SandboxLimits) -> T:
+    """`body`, which is not trusted, if it can be performed; its limits are cut down to `most`."""
+    for name in getattr(body, "__struct_fields__", ()):
+        match name, getattr(body, name):
+            case "argv", argv:
+                for text in argv:
+                    plain(text)
+            case "cwd" | "path", path:
+                plain(path)
+            case "env", dict() as env:
+                variables(env)
+            case "max_bytes", max_bytes if not 0 <= max_bytes <= MOST_READ_BYTES:
+                raise InputError(f"max_bytes must be from 0 to {MOST_READ_BYTES}.")
+            case "limits", SandboxLimits() as limits:
+                body = msgspec.structs.replace(body, limits=cut_down(limits, most))  # type: ignore[type-var]
+    return body
 
 
 def packed(encode: Callable[..., bytes], *parts: Any) -> bytes:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import functools
 import platform
+import re
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -55,166 +56,85 @@ class _Machine(NamedTuple):
 
 _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 1)}
 
-# A call's number on x86_64 and on aarch64; None where the call does not exist.
+# A call's number on x86_64 and on aarch64; None (in tables "-"): the call does not exist there.
 _Numbers = tuple[int | None, int | None]
 # An instruction: operation, jump if true, jump if false, operand.
 _Instruction = tuple[int, int, int, int]
 _Code = list[_Instruction]
 
+_CALL = re.compile(r"\w+ (\d+|-)/(\d+|-)")
+
+
+def _calls(table: str) -> list[_Numbers]:
+    found = _CALL.findall(table)
+    assert len(found) == table.count("/"), "a call without its numbers"
+    return [(_number(x86), _number(arm)) for x86, arm in found]
+
+
+def _number(text: str) -> int | None:
+    return None if text == "-" else int(text)
+
+
 # By the error that a program gets.
-_REFUSED: dict[int, dict[str, _Numbers]] = {
-    errno.EPERM: {
-        # mounts and roots
-        "mount": (165, 40),
-        "umount2": (166, 39),
-        "pivot_root": (155, 41),
-        "chroot": (161, 51),
-        "open_tree": (428, 428),
-        "move_mount": (429, 429),
-        "fsopen": (430, 430),
-        "fsconfig": (431, 431),
-        "fsmount": (432, 432),
-        "fspick": (433, 433),
-        "mount_setattr": (442, 442),
-        "statmount": (457, 457),
-        "listmount": (458, 458),
-        # namespaces and other processes
-        "unshare": (272, 97),
-        "setns": (308, 268),
-        "ptrace": (101, 117),
-        "process_vm_readv": (310, 270),
-        "process_vm_writev": (311, 271),
-        "pidfd_getfd": (438, 438),
-        "kcmp": (312, 272),
-        "process_madvise": (440, 440),
-        "process_mrelease": (448, 448),
-        "ioprio_set": (251, 30),
-        "migrate_pages": (256, 238),
-        "move_pages": (279, 239),
-        # memory outside the limits, and its placement
-        "shmget": (29, 194),
-        "shmat": (30, 196),
-        "shmctl": (31, 195),
-        "shmdt": (67, 197),
-        "msgget": (68, 186),
-        "msgsnd": (69, 189),
-        "msgrcv": (70, 188),
-        "msgctl": (71, 187),
-        "semget": (64, 190),
-        "semop": (65, 193),
-        "semtimedop": (220, 192),
-        "semctl": (66, 191),
-        "mq_open": (240, 180),
-        "mq_unlink": (241, 181),
-        "mq_timedsend": (242, 182),
-        "mq_timedreceive": (243, 183),
-        "mq_notify": (244, 184),
-        "mq_getsetattr": (245, 185),
-        "memfd_secret": (447, 447),
-        "vmsplice": (278, 75),
-        "remap_file_pages": (216, 234),
-        "mbind": (237, 235),
-        "set_mempolicy": (238, 237),
-        "get_mempolicy": (239, 236),
-        "set_mempolicy_home_node": (450, 450),
-        # keyrings, tracing, code in the kernel
-        "add_key": (248, 217),
-        "request_key": (249, 218),
-        "keyctl": (250, 219),
-        "bpf": (321, 280),
-        "perf_event_open": (298, 241),
-        "userfaultfd": (323, 282),
-        "io_uring_setup": (425, 425),
-        "io_uring_enter": (426, 426),
-        "io_uring_register": (427, 427),
-        "create_module": (174, None),
-        "init_module": (175, 105),
-        "finit_module": (313, 273),
-        "delete_module": (176, 106),
-        "get_kernel_syms": (177, None),
-        "query_module": (178, None),
-        "lookup_dcookie": (212, 18),
-        "lsm_get_self_attr": (459, 459),
-        "lsm_set_self_attr": (460, 460),
-        "lsm_list_modules": (461, 461),
-        # the machine
-        "kexec_load": (246, 104),
-        "kexec_file_load": (320, 294),
-        "reboot": (169, 142),
-        "swapon": (167, 224),
-        "swapoff": (168, 225),
-        "acct": (163, 89),
-        "syslog": (103, 116),
-        "settimeofday": (164, 170),
-        "clock_settime": (227, 112),
-        "clock_adjtime": (305, 266),
-        "adjtimex": (159, 171),
-        "sethostname": (170, 161),
-        "setdomainname": (171, 162),
-        "vhangup": (153, 58),
-        "sync": (162, 81),
-        "iopl": (172, None),
-        "ioperm": (173, None),
-        "modify_ldt": (154, None),
-        # files that bypass path checks, and those of all users
-        "open_by_handle_at": (304, 265),
-        "name_to_handle_at": (303, 264),
-        "quotactl": (179, 60),
-        "quotactl_fd": (443, 443),
-        "fanotify_init": (300, 262),
-        "fanotify_mark": (301, 263),
-        # obsolete
-        "nfsservctl": (180, 42),
-        "uselib": (134, None),
-        "ustat": (136, None),
-        "sysfs": (139, None),
-        "_sysctl": (156, None),
-        "getpmsg": (181, None),
-        "putpmsg": (182, None),
-        "afs_syscall": (183, None),
-        "tuxcall": (184, None),
-        "security": (185, None),
-        "vserver": (236, None),
-    },
+_REFUSED: dict[int, list[_Numbers]] = {
+    errno.EPERM: _calls("""
+        mounts and roots:
+            mount 165/40, umount2 166/39, pivot_root 155/41, chroot 161/51, open_tree 428/428,
+            move_mount 429/429, fsopen 430/430, fsconfig 431/431, fsmount 432/432, fspick 433/433,
+            mount_setattr 442/442, statmount 457/457, listmount 458/458
+        namespaces and other processes:
+            unshare 272/97, setns 308/268, ptrace 101/117, process_vm_readv 310/270,
+            process_vm_writev 311/271, pidfd_getfd 438/438, kcmp 312/272, process_madvise 440/440,
+            process_mrelease 448/448, ioprio_set 251/30, migrate_pages 256/238, move_pages 279/239
+        memory outside the limits, and its placement:
+            shmget 29/194, shmat 30/196, shmctl 31/195, shmdt 67/197, msgget 68/186, msgsnd 69/189,
+            msgrcv 70/188, msgctl 71/187, semget 64/190, semop 65/193, semtimedop 220/192,
+            semctl 66/191, mq_open 240/180, mq_unlink 241/181, mq_timedsend 242/182,
+            mq_timedreceive 243/183, mq_notify 244/184, mq_getsetattr 245/185,
+            memfd_secret 447/447, vmsplice 278/75, remap_file_pages 216/234, mbind 237/235,
+            set_mempolicy 238/237, get_mempolicy 239/236, set_mempolicy_home_node 450/450
+        keyrings, tracing, code in the kernel:
+            add_key 248/217, request_key 249/218, keyctl 250/219, bpf 321/280,
+            perf_event_open 298/241, userfaultfd 323/282, io_uring_setup 425/425,
+            io_uring_enter 426/426, io_uring_register 427/427, create_module 174/-,
+            init_module 175/105, finit_module 313/273, delete_module 176/106,
+            get_kernel_syms 177/-, query_module 178/-, lookup_dcookie 212/18,
+            lsm_get_self_attr 459/459, lsm_set_self_attr 460/460, lsm_list_modules 461/461
+        the machine:
+            kexec_load 246/104, kexec_file_load 320/294, reboot 169/142, swapon 167/224,
+            swapoff 168/225, acct 163/89, syslog 103/116, settimeofday 164/170,
+            clock_settime 227/112, clock_adjtime 305/266, adjtimex 159/171, sethostname 170/161,
+            setdomainname 171/162, vhangup 153/58, sync 162/81, iopl 172/-, ioperm 173/-,
+            modify_ldt 154/-
+        files that bypass path checks, and those of all users:
+            open_by_handle_at 304/265, name_to_handle_at 303/264, quotactl 179/60,
+            quotactl_fd 443/443, fanotify_init 300/262, fanotify_mark 301/263
+        obsolete:
+            nfsservctl 180/42, uselib 134/-, ustat 136/-, sysfs 139/-, _sysctl 156/-,
+            getpmsg 181/-, putpmsg 182/-, afs_syscall 183/-, tuxcall 184/-, security 185/-,
+            vserver 236/-
+    """),
     # Libraries take these errors for an older kernel and go on without. The flags of clone3 lie in
-    # memory, where a filter cannot see them; libraries then use clone, which is checked.
-    errno.ENOSYS: {
-        "clone3": (435, 435),
-        "memfd_create": (319, 279),
-        "cachestat": (451, 451),
-        "inotify_init": (253, None),
-        "inotify_init1": (294, 26),
-        # The kernel limits these for the whole machine, to a small number.
-        "io_setup": (206, 0),
-    },
+    # memory, where a filter cannot see them; libraries then use clone, which is checked. The kernel
+    # limits inotify and io_setup for the whole machine, to a small number.
+    errno.ENOSYS: _calls("""
+        clone3 435/435, memfd_create 319/279, cachestat 451/451, inotify_init 253/-,
+        inotify_init1 294/26, io_setup 206/0
+    """),
     # Extended attributes take disk space that no limit counts.
-    errno.EOPNOTSUPP: {
-        "setxattr": (188, 5),
-        "lsetxattr": (189, 6),
-        "fsetxattr": (190, 7),
-        "removexattr": (197, 14),
-        "lremovexattr": (198, 15),
-        "fremovexattr": (199, 16),
-    },
+    errno.EOPNOTSUPP: _calls("""
+        setxattr 188/5, lsetxattr 189/6, fsetxattr 190/7, removexattr 197/14, lremovexattr 198/15,
+        fremovexattr 199/16
+    """),
 }
 
 # Without its own mounts, a program with the server's user could change the modes and times of
 # the server's files: Landlock does not prevent it. These calls do nothing and report success,
 # because copying tools call them for every file and would fail.
-_PRETENDED: dict[str, _Numbers] = {
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
+_PRETENDED = _calls("""
+    chmod 90/-, fchmod 91/52, fchmodat 268/53, fchmodat2 452/452, chown 92/-, fchown 93/55,
+    lchown 94/-, fchownat 260/54, utime 132/-, utimes 235/-, futimesat 261/-, utimensat 280/88
+""")
 
 # Calls that are judged by their arguments.
 _CLONE, _PERSONALITY, _PRLIMIT64, _MMAP = (56, 220), (135, 92), (302, 261), (9, 222)
@@ -263,9 +183,9 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
     code += [(_IF_GREATER, 0, 1, _NEWEST_KNOWN), _refuse(errno.ENOSYS)]
     bodies: dict[int | None, _Code] = {}
     for error, calls in _REFUSED.items():
-        for numbers in calls.values():
+        for numbers in calls:
             bodies.setdefault(numbers[column], [_refuse(error)])
-    for numbers in () if inet and not host else _PRETENDED.values():
+    for numbers in () if inet and not host else _PRETENDED:
         bodies.setdefault(numbers[column], [_refuse(0)])
     for numbers, body in _judged(inet=inet, host=host):
         bodies.setdefault(numbers[column], body)

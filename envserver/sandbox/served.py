@@ -5,28 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
-from envserver_records.errors import InputError
+from envserver_records.errors import EnvserverError, InputError
 from envserver_records.sandboxes import ExecResult, SandboxLimits
 
 from .maker import InteractiveSandbox, StartedProgram
-from .requests import (
-    Exec,
-    Read,
-    Received,
-    RunPython,
-    Send,
-    Start,
-    Write,
-    cut_down,
-    plain,
-    variables,
-)
+from .requests import Received, Start, checked, perform
 
-_MOST_READ_BYTES = 64 << 20
 PIECE_BYTES = 1 << 16
 
 
@@ -41,126 +28,74 @@ def decoded(action: str, raw: bytes, bodies: Mapping[str, Any]) -> Any:
 
 
 class ServedSandbox:
-    """A sandbox whose input is not trusted.
+    """A sandbox whose input is not trusted, with one interactive program.
 
     Args:
         most: limits of a program are cut down to these.
-        life: the task that is the life of the interactive program, once one was started.
     """
 
     def __init__(self, sandbox: InteractiveSandbox, most: SandboxLimits) -> None:
         self.sandbox = sandbox
-        self.life: list[asyncio.Task[None]] = []
         self._most = most
-        self._program: InteractiveProgram | None = None
+        self._has_begun = False
+        self._program: StartedProgram | None = None
+        self._running = contextlib.AsyncExitStack()
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+        self._reading = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
 
-    @property
-    def program(self) -> InteractiveProgram:
+    async def perform(self, action: str, body: Any) -> Any:
+        if action == "send":
+            self._check_started()
+            return await write_to(self._writer, body.data)
+        if action == "receive":
+            return await self._receive()
+        return await perform(self.sandbox, action, checked(body, self._most))
+
+    async def start(self, body: Start, seconds: float) -> None:
+        if self._has_begun:
+            raise InputError("A program was started in this sandbox before.")
+        if not body.argv:
+            raise InputError("An empty command cannot be run.")
+        body = checked(body, self._most)
+        self._has_begun = True
+        starting = self.sandbox.start(body.argv, env=body.env, wall_seconds=seconds)
+        program = await self._running.enter_async_context(starting)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=program.stdio)
+        self._running.callback(self._writer.close)
+        self._program = program
+
+    async def end(self) -> ExecResult:
+        """Ends the program, unless it has ended or is about to; returns how it ended."""
+        program = self._check_started()
+        await self._end()
+        assert program.result is not None
+        return program.result
+
+    async def close(self) -> None:
+        """Ends the program, if there is one, before its sandbox."""
+        with contextlib.suppress(EnvserverError):  # the sandbox is lost
+            await self._end()
+
+    async def _end(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._running.aclose())
+        await asyncio.shield(self._ending)
+
+    def _check_started(self) -> StartedProgram:
         if self._program is None:
             raise InputError("No program was started in this sandbox.")
         return self._program
 
-    async def start(self, body: Start, seconds: float) -> None:
-        if self._program is not None:
-            raise InputError("A program was started in this sandbox before.")
-        if not body.argv:
-            raise InputError("An empty command cannot be run.")
-        argv, env = [plain(text) for text in body.argv], variables(body.env)
-        self._program = program = InteractiveProgram()
-        starting = self.sandbox.start(argv, env=env, wall_seconds=seconds)
-        self.life.append(asyncio.create_task(program.live(starting)))
-        await program.started()
-
-    async def perform(self, action: str, body: Any) -> Any:
-        sandbox = self.sandbox
-        match action, body:
-            case "exec", Exec():
-                return await sandbox.exec(
-                    [plain(text) for text in body.argv],
-                    stdin=body.stdin,
-                    cwd=plain(body.cwd),
-                    env=None if body.env is None else variables(body.env),
-                    limits=None if body.limits is None else cut_down(body.limits, self._most),
-                )
-            case "python", RunPython():
-                return await sandbox.run_python(
-                    body.code,
-                    argv=[plain(text) for text in body.argv],
-                    stdin=body.stdin,
-                    cwd=plain(body.cwd),
-                    limits=None if body.limits is None else cut_down(body.limits, self._most),
-                )
-            case "read", Read():
-                if not 0 <= body.max_bytes <= _MOST_READ_BYTES:
-                    raise InputError(f"max_bytes must be from 0 to {_MOST_READ_BYTES}.")
-                return await sandbox.read(plain(body.path), body.max_bytes)
-            case "write", Write():
-                return await sandbox.write(plain(body.path), body.data)
-            case "total", None:
-                return await sandbox.total()
-            case "send", Send():
-                return await self.program.send(body.data)
-            case "receive", None:
-                return await self.program.receive()
-        raise InputError(f"A sandbox cannot {action[:40]!r}.")
-
-
-class InteractiveProgram:
-    """`live` is its whole life, in a task of its own; the rest is for requests."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._streams: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
-        self._streams = loop.create_future()
-        self._reading = asyncio.Lock()
-        self._over = asyncio.Event()
-        self._hung_up = False
-        self._result: asyncio.Future[ExecResult] = loop.create_future()
-
-    async def live(self, starting: AbstractAsyncContextManager[StartedProgram]) -> None:
-        """Runs the program until it ends, or this task is cancelled; requests raise its errors."""
-        try:
-            async with starting as program:
-                streams = await asyncio.open_unix_connection(sock=program.stdio)
-                self._streams.set_result(streams)
-                try:
-                    await self._over.wait()
-                    program.hung_up = self._hung_up
-                finally:
-                    streams[1].close()
-            assert program.result is not None
-            self._result.set_result(program.result)
-        except BaseException as error:
-            is_cancelled = not isinstance(error, Exception)
-            for future in (self._streams, self._result):
-                if not future.done():
-                    future.set_exception(InputError("It was ended.") if is_cancelled else error)
-                    future.exception()  # mark as retrieved: there may be no waiter
-            if is_cancelled:
-                raise
-
-    async def started(self) -> None:
-        """Waits until the program is ready; raises as `InteractiveSandbox.start`."""
-        await asyncio.shield(self._streams)
-
-    async def send(self, data: bytes) -> None:
-        """What a program that has ended does not take is dropped."""
-        _, writer = await asyncio.shield(self._streams)
-        await write_to(writer, data)
-
-    async def receive(self) -> Received:
-        reader, _ = await asyncio.shield(self._streams)
+    async def _receive(self) -> Received:
+        program = self._check_started()
         async with self._reading:
-            data = await read_from(reader)
+            data = await read_from(self._reader)
         if data:
             return Received(data)
-        self._hung_up = True
+        program.hung_up = True
         return Received(result=await self.end())
-
-    async def end(self) -> ExecResult:
-        """Ends the program, unless it has ended or is about to; returns how it ended."""
-        self._over.set()
-        return await asyncio.shield(self._result)
 
 
 async def write_to(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -30,7 +30,6 @@ from .maker import (
     RemoteAddress,
     SandboxAddress,
     StartedProgram,
-    guarded,
 )
 
 if TYPE_CHECKING:
@@ -97,7 +96,11 @@ class ForeignSandbox(GuardedSandbox):
     def __init__(self, sandbox: Sandbox) -> None:
         super().__init__(sandbox, _typed)
 
-    close = guarded(Sandbox.close)
+    async def close(self) -> None:
+        async def closed() -> None:  # the class may lack the method
+            await self.sandbox.close()
+
+        await _typed(closed())
 
     @asynccontextmanager
     async def start(

@@ -193,15 +193,15 @@ def variables() -> dict[str, str]:
     }
 
 
-def etc_files(user: int = 1000) -> dict[str, str]:
+def etc_files() -> dict[str, str]:
     """The files of /etc that programs get instead of the host's, by name."""
     return {
         "passwd": (
             "root:x:0:0:root:/:/usr/sbin/nologin\n"
-            f"sandbox:x:{user}:{user}:sandbox:/work:/bin/bash\n"
+            "sandbox:x:1000:1000:sandbox:/work:/bin/bash\n"
             "nobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n"
         ),
-        "group": f"root:x:0:\nsandbox:x:{user}:\nnogroup:x:65534:\n",
+        "group": "root:x:0:\nsandbox:x:1000:\nnogroup:x:65534:\n",
         "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
         "hostname": "sandbox\n",
         "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",

@@ -48,7 +48,7 @@ class Instances:
     sign of a hang."""
 
     def __init__(self, patiently: Callable[[], AbstractContextManager[None]]) -> None:
-        self._patiently = patiently
+        self.patiently = patiently
         self._building: dict[bytes, asyncio.Task[Environment]] = {}
 
     async def get(self, reference: str, config: dict[str, Any]) -> Environment:
@@ -75,7 +75,7 @@ class Instances:
                 traceback.print_exc(file=sys.stderr)
 
     async def _build(self, reference: str, config: dict[str, Any]) -> Environment:
-        with self._patiently():
+        with self.patiently():
             kind = registry.find(reference)
             try:
                 settings = kind.Config.model_validate(config)
@@ -201,7 +201,6 @@ class WorkerResources:
     http: HttpClient
     instances: Instances
     threads: ThreadPoolExecutor
-    patiently: Callable[[], AbstractContextManager[None]]
     own_process: bool = True
 
 
@@ -240,7 +239,7 @@ class WorkerAttempt:
         try:
             job = _jobs.decode(self._job)
             shop = self._workshop
-            run = self._run = AttemptRun(job, self._url, shop.http, shop.patiently)
+            run = self._run = AttemptRun(job, self._url, shop.http, shop.instances.patiently)
             body = await self._body(job, run)
             run.end()
             await run.finish()
@@ -330,11 +329,10 @@ class WorkerAttempt:
         self, method: str, path: str, body: bytes | None = None, *, also: int | None = None
     ) -> bytes:
         """Asks the server, again when the connection breaks (it takes a result only once)."""
-        headers = {"content-type": "application/json"} if body is not None else {}
         for tries_left in reversed(range(HTTP_TRIES)):
             try:
                 status, content = await self._workshop.http.request(
-                    method, f"{self._url}/{path}", body, headers=headers, seconds=HTTP_SECONDS
+                    method, f"{self._url}/{path}", body, seconds=HTTP_SECONDS
                 )
             except RequestFailed:
                 if not tries_left:

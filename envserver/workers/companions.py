@@ -12,8 +12,9 @@ import select
 import socket
 import struct
 
-_READY = b"\0"
-_STATUS = struct.Struct("i")
+READY = b"\0"
+"""The worker sends it when its namespaces can be joined, and the companion when it has joined."""
+STATUS = struct.Struct("i")
 
 
 class Companion:
@@ -32,12 +33,12 @@ class Companion:
     def let_in(self) -> None:
         """Tells it that the worker's namespaces are ready; the worker calls this once."""
         with contextlib.suppress(BrokenPipeError):  # it has ended; `joined` says so
-            self.channel.send(_READY)
+            self.channel.send(READY)
 
     def joined(self) -> bool:
         """Waits until it is as confined as the worker, and returns whether it is."""
         try:
-            return self.channel.recv(1) == _READY
+            return self.channel.recv(1) == READY
         except ConnectionResetError:  # it ended before it heard that it may come in
             return False
 
@@ -57,21 +58,9 @@ class Companion:
 
     def wait(self) -> int:
         """Waits for its end, then closes this side; returns its status, as waitpid(2) does."""
-        report = os.read(self._status, _STATUS.size)
+        report = os.read(self._status, STATUS.size)
         self.close()
-        return int(_STATUS.unpack(report)[0]) if report else 1 << 8
-
-
-def wait_to_be_let_in(channel: socket.socket) -> bool:
-    return channel.recv(1) == _READY
-
-
-def tell_joined(channel: socket.socket) -> None:
-    channel.send(_READY)
-
-
-def tell_status(descriptor: int, status: int) -> None:
-    os.write(descriptor, _STATUS.pack(status))
+        return int(STATUS.unpack(report)[0]) if report else 1 << 8
 
 
 _given: list[Companion] = []

@@ -30,7 +30,7 @@ class DebugPool:
         instances = Instances(nullcontext)
         async with HttpClient() as http:
             with ThreadPoolExecutor() as threads:
-                shop = WorkerResources(http, instances, threads, nullcontext, own_process=False)
+                shop = WorkerResources(http, instances, threads, own_process=False)
                 try:
                     with self._stopping(assignment.env_reference):
                         job = assignment.job.decode()

@@ -38,8 +38,8 @@ from . import linux
 from .lean import LeanParent, load
 from .messages import READ_BYTES, Boot, WorkerSandbox
 from .output import OutputLimiter
-from .process import OUTSIDE, WorkerSpec, worker_main
-from .sandboxed import LOOK_SECONDS, Watch, fork_sandboxed, prepare_for_workers
+from .process import OUTSIDE, WorkerSpec
+from .sandboxed import LOOK_SECONDS, Watch, fork_worker, prepare_for_workers
 
 LOOK_ROUND_SECONDS = 1.0
 
@@ -195,9 +195,13 @@ class Forkserver:
             kept_descriptors=self._kept_descriptors,
             heartbeat_seconds=self._boot.heartbeat_seconds,
             companion=companion,
+            sandbox=self._boot.sandbox,
+            seen=self.seen,
+            user=user,
+            hand_out=partial(self._hand_out, worker_id),
         )
         try:
-            pid = self._fork_one(spec, worker_id, user)
+            pid = fork_worker(spec)
         except OSError as error:
             os.close(reading)
             self._tell("exit", worker_id, None, f"it could not be forked: {error}", False, 0.0, 0.0)
@@ -224,16 +228,6 @@ class Forkserver:
         if user is not None:
             os.chown(directory, user, user)
         return directory
-
-    def _fork_one(self, spec: WorkerSpec, worker_id: str, user: int | None) -> int:
-        sandbox = self._boot.sandbox
-        if sandbox is not None:
-            hand_out = partial(self._hand_out, worker_id)
-            return fork_sandboxed(sandbox, self.seen, user, spec, hand_out)
-        pid = os.fork()
-        if pid == 0:
-            worker_main(spec)
-        return pid
 
     def _watch(self, pid: int) -> Watch | None:
         sandbox = self._boot.sandbox

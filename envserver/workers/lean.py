@@ -26,11 +26,10 @@ from typing import Any, NoReturn
 
 from ..sandbox import linux, namespaces
 from ..sandbox.backend import NamespaceBackend, enclose
-from .companions import Companion, tell_joined, tell_status, wait_to_be_let_in
+from .companions import READY, STATUS, Companion
 from .linux import bound, close_all_but, new_random_numbers
 
 MAX_MESSAGE_BYTES = 65536
-_MB = 2**20
 _JOINED = (
     linux.CLONE_NEWUSER
     | linux.CLONE_NEWNS
@@ -185,7 +184,7 @@ class _Server:
         os.close(ended)
         _, status, used = os.wait4(pid, 0)
         with contextlib.suppress(BrokenPipeError):  # its worker has ended, too
-            tell_status(status_fd, status)
+            os.write(status_fd, STATUS.pack(status))
         os.close(status_fd)
         self._tell(worker_id, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
@@ -199,10 +198,10 @@ class _Server:
             os.dup2(output, 1)
             os.dup2(output, 2)
             close_all_but({0, 1, 2, worker, channel.fileno()})
-            if wait_to_be_let_in(channel) and self._function is not None:
+            if channel.recv(1) == READY and self._function is not None:
                 self._confine(worker)
                 gc.enable()
-                tell_joined(channel)
+                channel.send(READY)
                 self._function(channel)
         except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
             traceback.print_exc()
@@ -217,5 +216,5 @@ class _Server:
         os.chdir(NamespaceBackend.work)
         new_random_numbers()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        bound(sandbox["memory_mb"] * _MB, sandbox["reserved_mb"] * _MB, sandbox["disk_mb"] * _MB)
+        bound(sandbox["memory_mb"], sandbox["reserved_mb"], sandbox["disk_mb"])
         enclose(bytes.fromhex(self._seen["filter"]), sandbox["processes"])

@@ -224,17 +224,18 @@ def limit_resources() -> None:
     raise_open_files()
 
 
-def bound(memory_bytes: int, reserved_bytes: int, file_bytes: int) -> None:
+def bound(memory_mb: int, reserved_mb: int, file_mb: int) -> None:
     """Limits this process of a sandbox and all that it starts, each by itself.
 
     Args:
-        reserved_bytes: what it may reserve beyond what it uses, as engines of JavaScript do.
-        file_bytes: the largest file that it may write.
+        reserved_mb: what it may reserve beyond what it uses, as engines of JavaScript do.
+        file_mb: the largest file that it may write.
     """
+    memory, reserved = memory_mb << 20, reserved_mb << 20
     for name, most in (
-        (resource.RLIMIT_DATA, memory_bytes + memory_bytes // 4 + reserved_bytes),
-        (resource.RLIMIT_AS, memory_bytes + _SPARE_ADDRESS_SPACE_BYTES + reserved_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_DATA, memory + memory // 4 + reserved),
+        (resource.RLIMIT_AS, memory + _SPARE_ADDRESS_SPACE_BYTES + reserved),
+        (resource.RLIMIT_FSIZE, file_mb << 20),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

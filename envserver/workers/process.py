@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -31,21 +31,11 @@ from . import linux
 from .attempt import Instances, WorkerAttempt, WorkerResources
 from .companions import Companion, give_companion
 from .handle import EXIT_CRASHED
-from .messages import BEATS_PER_SILENCE, decode, encode
+from .messages import BEATS_PER_SILENCE, WorkerSandbox, decode, encode
 from .output import kept_stream
 from .run import HttpClient
 
 MAX_THREADS = 1024
-
-
-def run_until_stopped(control: socket.socket, *, heartbeat_seconds: float) -> None:
-    control.setblocking(True)
-    link = _Link(control, heartbeat_seconds / BEATS_PER_SILENCE)
-    uvloop.new_event_loop().run_until_complete(_work(link))  # closed by the end of the process
-
-
-async def _work(link: _Link) -> None:
-    await _Worker(link).run()
 
 
 class _Link:
@@ -102,17 +92,18 @@ class _Worker:
     def __init__(self, link: _Link) -> None:
         self._link = link
         self._attempts: dict[str, WorkerAttempt] = {}
-        self._stop: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[None]
 
     async def run(self) -> None:
         """Returns when asked to stop; raises, which ends the process, when the worker's own code
         fails."""
         loop = asyncio.get_running_loop()
+        self._stop = loop.create_future()
         loop.set_task_factory(_owned_task)
         threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="rollout")
         instances = Instances(self._link.beating)
         async with HttpClient() as http, asyncio.TaskGroup() as self._tasks:
-            self._workshop = WorkerResources(http, instances, threads, self._link.beating)
+            self._workshop = WorkerResources(http, instances, threads)
             loop.add_reader(self._link.fileno(), self._obey)
             self._link.send("ready")
             beats = self._tasks.create_task(self._beat())
@@ -214,6 +205,10 @@ class WorkerSpec:
         directory: its own, for the current directory, HOME and TMPDIR.
         parent_pid: the process whose end is its own; OUTSIDE: of another namespace.
         kept_descriptors: what the environments opened while they were imported.
+        sandbox: None: the worker has none, nor the fields below.
+        seen: what it will see; see `sandbox.system.describe`.
+        user: None: the current user, who is not root.
+        hand_out: in a worker with its own network, gives a listening socket to the server.
     """
 
     control: socket.socket
@@ -222,7 +217,11 @@ class WorkerSpec:
     parent_pid: int
     kept_descriptors: set[int]
     heartbeat_seconds: float
-    companion: Companion | None = None
+    companion: Companion | None
+    sandbox: WorkerSandbox | None
+    seen: dict[str, Any]
+    user: int | None
+    hand_out: Callable[[socket.socket], None]
 
 
 def worker_main(spec: WorkerSpec) -> NoReturn:
@@ -231,7 +230,9 @@ def worker_main(spec: WorkerSpec) -> NoReturn:
     try:
         _leave_the_forkserver(spec)
         _settle_in(spec)
-        run_until_stopped(spec.control, heartbeat_seconds=spec.heartbeat_seconds)
+        spec.control.setblocking(True)
+        worker = _Worker(_Link(spec.control, spec.heartbeat_seconds / BEATS_PER_SILENCE))
+        uvloop.new_event_loop().run_until_complete(worker.run())  # closed by the end of the process
         code = 0
     except BaseException:  # noqa: BLE001 - the last frame: whatever it is, say it and end
         traceback.print_exc()

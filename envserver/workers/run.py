@@ -42,7 +42,7 @@ from envserver_records.errors import (
     SandboxUnavailable,
     ServiceError,
 )
-from envserver_records.sandboxes import ExecResult, SandboxSpec
+from envserver_records.sandboxes import SandboxSpec
 from envserver_records.tasks import Message, PublicTask
 from envserver_records.timings import MOST_TIMINGS
 
@@ -50,7 +50,7 @@ from ..actions import MAX_STEPS, batch, encode
 from ..environment import NO_REWARDS, Isolation
 from ..models.http_client import HttpError, HttpPool, header, origin_of
 from ..rollout_interface import HarnessSpec, Reply
-from ..sandbox.requests import AskedSandbox, Open, Opened, Received, Send, Start
+from ..sandbox.requests import AskedProgramSandbox, Open, Opened, Start
 from ..sandbox_interface import BlockingSandbox, RunningProgram, Sandbox
 from ..tools.calling import LoopEnd, Tool, ToolResult
 from ..tools.loop import chat_with_tools, open_tools
@@ -79,6 +79,9 @@ class Answer(NamedTuple):
     content: bytes
 
 
+_JSON = {"content-type": "application/json"}
+
+
 class HttpClient:
     """A context manager; belongs to the event loop that runs when it is made."""
 
@@ -100,10 +103,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         seconds: float,
     ) -> Answer:
-        """Sends a request to a quoted URL and returns the whole answer, of whatever status."""
+        """Sends a request to a quoted URL and returns the whole answer, of whatever status. A body
+        is JSON unless `headers` say otherwise."""
         scheme, _, rest = url.partition("://")
         place, _, path = rest.partition("/")
-        lines = b"".join(header(name, value) for name, value in (headers or {}).items())
+        sent = {**({} if body is None else _JSON), **(headers or {})}
+        lines = b"".join(header(name, value) for name, value in sent.items())
         try:
             async with asyncio.timeout(seconds):
                 response = await self._pool.send(
@@ -147,37 +152,31 @@ T = TypeVar("T")
 Post = Callable[[str, bytes], Awaitable[bytes]]
 """Posts a body to a path below the attempt's `sandbox/`; returns the body of a good answer."""
 
-Wait = Callable[[Coroutine[Any, Any, Any]], Any]
-"""Runs a coroutine on the worker's event loop and waits for it in a thread."""
 
-
-class RemoteOpening:
-    """An async context manager that opens a sandbox. One that is never left ends with the attempt.
+class RemoteSandbox(AskedProgramSandbox):
+    """A sandbox of the attempt, and the async context manager that opens it. One that is never
+    left ends with the attempt.
 
     It is a class because Python would finish a forgotten generator at some later time.
     """
 
+    id = isolation = ""
+
     def __init__(self, post: Post, spec: SandboxSpec | None) -> None:
         self._post = post
         self._spec = spec
-
-    async def __aenter__(self) -> RemoteSandbox:
-        self._sandbox = await open_remote(self._post, self._spec)
-        return self._sandbox
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._sandbox.close()
-
-
-class RemoteSandbox(AskedSandbox):
-    def __init__(self, post: Post, opened: Opened) -> None:
-        self.id = opened.id
-        self.isolation = opened.isolation
-        self._post = post
         self._closed = False
 
+    async def __aenter__(self) -> Self:
+        opened = await self._answer("open", Open(self._spec), Opened)
+        self.id, self.isolation = opened.id, opened.isolation
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def ask(self, action: str, body: Any, kind: type[T]) -> T:
-        return await _answer(self._post, f"{self.id}/{action}", body, kind)
+        return await self._answer(f"{self.id}/{action}", body, kind)
 
     async def close(self) -> None:
         if self._closed:
@@ -187,53 +186,13 @@ class RemoteSandbox(AskedSandbox):
         with suppress(EnvserverError):
             await self._post(f"{self.id}/close", b"")
 
-
-async def open_remote(post: Post, spec: SandboxSpec | None) -> RemoteSandbox:
-    return RemoteSandbox(post, await _answer(post, "open", Open(spec), Opened))
-
-
-class RemoteProgram:
-    def __init__(self, post: Post, sandbox_id: str) -> None:
-        self.result: ExecResult | None = None
-        self._post = post
-        self._id = sandbox_id
-
-    async def send(self, data: bytes) -> None:
-        await _answer(self._post, f"{self._id}/send", Send(data=data), type(None))
-
-    async def receive(self) -> bytes:
-        received = await _answer(self._post, f"{self._id}/receive", None, Received)
-        self.result = received.result
-        return received.data
-
-
-@asynccontextmanager
-async def open_program(
-    post: Post, argv: Sequence[str], env: Mapping[str, str], spec: SandboxSpec | None
-) -> AsyncIterator[RemoteProgram]:
-    async with RemoteOpening(post, spec) as sandbox:
-        start = Start(argv=list(argv), env=dict(env))
-        await _answer(post, f"{sandbox.id}/start", start, type(None))
-        yield RemoteProgram(post, sandbox.id)
-
-
-@contextmanager
-def open_blocking(post: Post, spec: SandboxSpec | None, wait: Wait) -> Iterator[BlockingSandbox]:
-    """Opens a sandbox of this attempt for code in a thread."""
-    sandbox: RemoteSandbox = wait(open_remote(post, spec))
-    try:
-        yield BlockingSandbox(sandbox, wait)
-    finally:
-        with suppress(EnvserverError):  # the attempt is over: the server closes it
-            wait(sandbox.close())
-
-
-async def _answer(post: Post, path: str, body: Any, kind: type[T]) -> T:
-    answer = await post(path, msgspec.msgpack.encode(body))
-    try:
-        return msgspec.msgpack.decode(answer, type=kind)
-    except msgspec.DecodeError as error:
-        raise SandboxLost(f"The server's answer about a sandbox is not valid: {error}") from error
+    async def _answer(self, path: str, body: Any, kind: type[T]) -> T:
+        answer = await self._post(path, msgspec.msgpack.encode(body))
+        try:
+            return msgspec.msgpack.decode(answer, type=kind)
+        except msgspec.DecodeError as error:
+            words = f"The server's answer about a sandbox is not valid: {error}"
+            raise SandboxLost(words) from error
 
 
 # Neither waits for the server. Steps are sent a moment after they are logged, those of that moment
@@ -247,6 +206,34 @@ _BATCH_BYTES = 1 << 20
 _TRIES = 3
 
 
+class _Queue:
+    """Events that wait to be sent by `send`, in a task of its own; what is over `most` is dropped
+    and counted."""
+
+    def __init__(self, most: int, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.waiting: deque[bytes] = deque()
+        self.dropped = 0
+        self.sent = 0
+        """Counts towards `most`."""
+        self._most = most
+        self._send = send
+        self._sending: asyncio.Task[None] | None = None
+
+    def add(self, event: bytes) -> None:
+        if self.sent + len(self.waiting) >= self._most:
+            self.dropped += 1
+            return
+        self.waiting.append(event)
+        if self._sending is None or self._sending.done():
+            # Not one of the agent's own tasks, which end with it.
+            loop = asyncio.get_running_loop()
+            self._sending = loop.create_task(self._send(), context=Context())
+
+    async def finish(self) -> None:
+        if self._sending is not None:
+            await self._sending
+
+
 class EventUploader:
     """Sends the events of one attempt; its methods are called on the loop."""
 
@@ -254,86 +241,61 @@ class EventUploader:
         self._rollout_id = rollout_id
         self._url = url
         self._http = http
-        self._lines: deque[bytes] = deque()
-        self._lines_dropped = 0
-        self._sending_lines: asyncio.Task[None] | None = None
-        self._steps: deque[bytes] = deque()
-        self._steps_sent = 0
-        self._steps_dropped = 0
-        self._sending_steps: asyncio.Task[None] | None = None
+        self._lines = _Queue(MAX_WAITING_LOG_LINES, self._send_lines)
+        self._steps = _Queue(MAX_STEPS, self._send_steps)
         self._hurry = asyncio.Event()
-
-    def line(self, line: bytes) -> None:
-        """A log line (JSON) to be sent; what is over the bound is dropped and counted."""
-        if len(self._lines) >= MAX_WAITING_LOG_LINES:
-            self._lines_dropped += 1
-            return
-        self._lines.append(line)
-        if self._sending_lines is None or self._sending_lines.done():
-            self._sending_lines = _started(self._send_lines())
-
-    def step(self, step: bytes) -> None:
-        """A step (see `actions.encode`) to be sent."""
-        if self._steps_sent + len(self._steps) >= MAX_STEPS:
-            self._steps_dropped += 1
-            return
-        self._steps.append(step)
-        if self._sending_steps is None or self._sending_steps.done():
-            self._sending_steps = _started(self._send_steps())
+        self.line = self._lines.add
+        """Sends a log line (JSON)."""
+        self.step = self._steps.add
+        """Sends a step (see `actions.encode`)."""
 
     async def finish(self) -> None:
         self._hurry.set()
-        if self._sending_steps is not None:
-            await self._sending_steps
-        if self._steps_dropped:
-            await self._post("actions", batch(self._steps_sent, [], self._steps_dropped))
-        if self._sending_lines is not None:
-            await self._sending_lines
-        if self._lines_dropped:
-            facts = {"lines": self._lines_dropped}
+        await self._steps.finish()
+        if self._steps.dropped:
+            await self._post("actions", batch(self._steps.sent, [], self._steps.dropped))
+        await self._lines.finish()
+        if self._lines.dropped:
+            facts = {"lines": self._lines.dropped}
             await self._send_line(orjson.dumps({"event": "log_lines_dropped", "facts": facts}))
 
     async def _send_lines(self) -> None:
-        while self._lines:
-            await self._send_line(self._lines.popleft())
+        while self._lines.waiting:
+            await self._send_line(self._lines.waiting.popleft())
 
     async def _send_line(self, line: bytes) -> None:
         if not await self._post("log", line):  # stderr still reaches the server's log
             sys.stderr.write(f"{self._rollout_id}: {line.decode(errors='replace')}\n")
 
     async def _send_steps(self) -> None:
-        while self._steps:
+        steps = self._steps
+        while steps.waiting:
             if not self._hurry.is_set():
                 await _either(self._hurry, GATHER_SECONDS)
-            steps = self._next_steps()
-            body = batch(self._steps_sent, steps, self._steps_dropped)
-            self._steps_sent += len(steps)
+            batched = self._next_steps()
+            body = batch(steps.sent, batched, steps.dropped)
+            steps.sent += len(batched)
             for _ in range(_TRIES):  # the server takes each step once
                 if await self._post("actions", body):
                     break
 
     def _next_steps(self) -> list[bytes]:
+        waiting = self._steps.waiting
         steps: list[bytes] = []
         size = 0
-        while self._steps and (not steps or size + len(self._steps[0]) <= _BATCH_BYTES):
-            steps.append(self._steps.popleft())
+        while waiting and (not steps or size + len(waiting[0]) <= _BATCH_BYTES):
+            steps.append(waiting.popleft())
             size += len(steps[-1])
         return steps
 
     async def _post(self, path: str, body: bytes) -> bool:
-        headers = {"content-type": "application/json"}
         try:
             answer = await self._http.request(
-                "POST", f"{self._url}/{path}", body, headers=headers, seconds=TELL_SECONDS
+                "POST", f"{self._url}/{path}", body, seconds=TELL_SECONDS
             )
         except (RequestFailed, TimeoutError):
             return False
         return answer.status < 400
-
-
-def _started(work: Any) -> asyncio.Task[None]:
-    """Not one of the agent's own tasks, which end with it."""
-    return asyncio.get_running_loop().create_task(work, context=Context())
 
 
 async def _either(event: asyncio.Event, seconds: float) -> None:
@@ -449,7 +411,7 @@ class AttemptRun:
         body = {"model": self.model, "messages": messages, **sampling}
         if tools is not None:
             body["tools"] = tools
-        headers = {"authorization": f"Bearer {self.api_key}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {self.api_key}"}
         if agent is not None:
             headers[AGENT_HEADER] = agent
         url, data = f"{self.base_url}/chat/completions", orjson.dumps(body)
@@ -494,21 +456,29 @@ class AttemptRun:
         return f"{self._url}/a/{quote(agent, safe='')}/v1"
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Sandbox]:
-        return RemoteOpening(self._ask_sandbox, spec)
+        return RemoteSandbox(self._ask_sandbox, spec)
 
-    def open_sandbox_blocking(
-        self, spec: SandboxSpec | None = None
-    ) -> AbstractContextManager[BlockingSandbox]:
-        return open_blocking(self._ask_sandbox, spec, self._wait)
+    @contextmanager
+    def open_sandbox_blocking(self, spec: SandboxSpec | None = None) -> Iterator[BlockingSandbox]:
+        sandbox = RemoteSandbox(self._ask_sandbox, spec)
+        self._wait(sandbox.__aenter__())
+        try:
+            yield BlockingSandbox(sandbox, self._wait)
+        finally:
+            with suppress(EnvserverError):  # the attempt is over: the server closes it
+                self._wait(sandbox.close())
 
-    def open_program(
+    @asynccontextmanager
+    async def open_program(
         self,
         argv: Sequence[str],
         *,
         env: Mapping[str, str] | None = None,
         spec: SandboxSpec | None = None,
-    ) -> AbstractAsyncContextManager[RunningProgram]:
-        return open_program(self._ask_sandbox, argv, env or {}, spec)
+    ) -> AsyncIterator[RunningProgram]:
+        async with RemoteSandbox(self._ask_sandbox, spec) as sandbox:
+            await sandbox.ask("start", Start(argv=list(argv), env=dict(env or {})), type(None))
+            yield sandbox
 
     @property
     def tools_url(self) -> str:
@@ -517,9 +487,8 @@ class AttemptRun:
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
         if self._ended:
             raise _is_over()
-        url, headers = f"{self.tools_url}/{quote(name)}", {"content-type": "application/json"}
-        body = orjson.dumps(arguments)
-        content = await self._post(url, body, headers, http_errors.SERVICE, ServiceError)
+        url, body = f"{self.tools_url}/{quote(name)}", orjson.dumps(arguments)
+        content = await self._post(url, body, {}, http_errors.SERVICE, ServiceError)
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:

@@ -40,29 +40,20 @@ _HEARD = {
 }
 
 
-def fork_sandboxed(
-    sandbox: WorkerSandbox,
-    seen: dict[str, Any],
-    uid: int | None,
-    spec: WorkerSpec,
-    hand_out: Callable[[socket.socket], None],
-) -> int:
-    """Forks a worker into `sandbox`; only for a process with one thread.
-
-    Args:
-        seen: what it will see; see `sandbox.system.describe`.
-        uid: user of the worker; None: the current user, who is not root.
-        hand_out: in the worker, gives a listening socket to the server.
-    """
-    if sandbox.backend not in NAMESPACE_BACKENDS:
-        pid = os.fork()
+def fork_worker(spec: WorkerSpec) -> int:
+    """Forks a worker, into its sandbox if it has one; only for a process with one thread."""
+    sandbox = spec.sandbox
+    if sandbox is not None and sandbox.backend in NAMESPACE_BACKENDS:
+        owner = namespaces.owner(spec.user)
+        pid = namespaces.fork_inner(spec.user)
         if pid == 0:
-            _live(lambda: _confine_on_the_host(sandbox, seen, uid, spec), spec)
+            _live(spec, lambda: _confine_in_namespaces(spec, sandbox, owner))
         return pid
-    owner = namespaces.owner(uid)
-    pid = namespaces.fork_inner(uid)
+    pid = os.fork()
     if pid == 0:
-        _live(lambda: _confine_in_namespaces(sandbox, seen, owner, spec, hand_out), spec)
+        if sandbox is None:
+            worker_main(spec)
+        _live(spec, lambda: _confine_on_the_host(spec, sandbox))
     return pid
 
 
@@ -93,7 +84,7 @@ class Watch:
         return f"passed its {self._limit // _MB} MB of memory" if used > self._limit else ""
 
 
-def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
+def _live(spec: WorkerSpec, confine: Callable[[], None]) -> NoReturn:
     try:
         os.dup2(spec.output_fd, 1)
         os.dup2(spec.output_fd, 2)
@@ -105,42 +96,36 @@ def _live(confine: Callable[[], None], spec: WorkerSpec) -> NoReturn:
     worker_main(spec)
 
 
-def _confine_on_the_host(
-    sandbox: WorkerSandbox, seen: dict[str, Any], uid: int | None, spec: WorkerSpec
-) -> None:
+def _confine_on_the_host(spec: WorkerSpec, sandbox: WorkerSandbox) -> None:
     """Confines without namespaces: its own user and directory, Landlock, a filter, limits.
 
     It may connect only to the proxy's port, at any address.
     """
-    if uid is not None:
-        namespaces.become_user(uid)
-    _bound(sandbox)
+    if spec.user is not None:
+        namespaces.become_user(spec.user)
+    bound(sandbox.memory_mb, sandbox.reserved_mb, sandbox.disk_mb)
     linux.drop_capabilities()
     if sandbox.backend == "landlock":
         landlock.restrict(
-            [*seen["visible"], *filter(None, [sandbox.shown])],
+            [*spec.seen["visible"], *filter(None, [sandbox.shown])],
             [str(spec.directory)],
-            listed=seen["search_path"],
+            listed=spec.seen["search_path"],
             connect_ports=[sandbox.port],
         )
-        linux.install_filter(bytes.fromhex(seen["tcp_filter"]))
+        linux.install_filter(bytes.fromhex(spec.seen["tcp_filter"]))
 
 
 def _confine_in_namespaces(
-    sandbox: WorkerSandbox,
-    seen: dict[str, Any],
-    owner: tuple[int, int],
-    spec: WorkerSpec,
-    hand_out: Callable[[socket.socket], None],
+    spec: WorkerSpec, sandbox: WorkerSandbox, owner: tuple[int, int]
 ) -> None:
     """Sets up process 1 of fresh namespaces, then drops every right to change them."""
     namespaces.settle_inner(*owner)
-    backend = NamespaceBackend(bytes.fromhex(seen["filter"]), seen["variables"])
+    backend = NamespaceBackend(bytes.fromhex(spec.seen["filter"]), spec.seen["variables"])
     backend.furnish(sandbox.disk_mb * _MB, sandbox.inodes)
     if spec.companion is not None:
         spec.companion.let_in()
-    hand_out(_listen(sandbox.port))
-    _bound(sandbox)
+    spec.hand_out(_listen(sandbox.port))
+    bound(sandbox.memory_mb, sandbox.reserved_mb, sandbox.disk_mb)
     backend.enclose(sandbox.processes)
     for number in NamespaceBackend.reset_signals:
         signal.signal(number, _do_nothing)
@@ -170,7 +155,3 @@ def _listen(port: int) -> socket.socket:
     listener.bind(("127.0.0.1", port))
     listener.listen(128)
     return listener
-
-
-def _bound(sandbox: WorkerSandbox) -> None:
-    bound(sandbox.memory_mb * _MB, sandbox.reserved_mb * _MB, sandbox.disk_mb * _MB)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import yaml
 from support.commands import running, typed, until
+from support.process_tree import alive
 from support.waiting import PATIENCE
 
 from envserver import Settings, main
@@ -64,13 +65,6 @@ def pids(folder: Path) -> list[int]:
     with contextlib.suppress(FileNotFoundError):
         return [int(pid) for pid in (folder / "pids").read_text().split()]
     return []
-
-
-def alive(pid: int) -> bool:
-    """Whether it runs; one that ended and that nobody asked for does not."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.mark.thorough

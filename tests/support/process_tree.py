@@ -23,7 +23,7 @@ def _stat(pid: int) -> tuple[str, list[str]]:
         name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     except OSError:
         return "", []
-    return name, fields.split()
+    return name.partition("(")[2], fields.split()  # before it stands its id, which may be a mark
 
 
 def _living() -> Iterator[tuple[int, str, list[str]]]:

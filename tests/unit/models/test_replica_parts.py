@@ -27,7 +27,7 @@ calm = settings(deadline=None, max_examples=examples(60))
 def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() -> None:
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
-    with replica.request() as old:
+    with ReplicaRequest(replica) as old:
         old.sent()
         now = 1.0
         replica.refused("down")
@@ -36,7 +36,7 @@ def test_calls_that_began_before_a_replica_was_set_aside_do_not_bring_it_back() 
         assert replica.state == "half_open"
         old.failed("gone")
         assert replica.state == "half_open"
-    with replica.request() as new:
+    with ReplicaRequest(replica) as new:
         new.sent()
         new.failed("gone")
     assert replica.state == "open"
@@ -49,7 +49,7 @@ def test_timeouts_count_where_nobody_is_answered(waited: float, heard: bool, cou
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
     for _ in range(8):
-        with replica.request() as request:
+        with ReplicaRequest(replica) as request:
             request.sent()
             now += waited / 10
             if heard:
@@ -68,24 +68,24 @@ EVENTS = st.sampled_from(["begin", "good", "bad", "refused", "silent", "well", "
 def test_a_breaker_opens_tries_one_call_and_closes(events: list[tuple[str, float]]) -> None:
     now = 0.0
     replica = Replica("http://a", 1, lambda: now)
-    calls: list[tuple[ReplicaRequest, bool]] = []
+    calls: list[ReplicaRequest] = []
     for event, number in events:
         if event == "wait":
             now += number
         elif event == "begin" and replica.usable:
-            calls.append((request := replica.request(), replica.begin(request)))
+            calls.append(ReplicaRequest(replica).__enter__())
         elif event in ("well", "unwell"):
             replica.checked(event == "well", "asked")
         elif calls:
-            request, tries = calls.pop(int(number) % len(calls))
+            request = calls.pop(int(number) % len(calls))
             if event == "good":
                 replica.answered(request.begun_at)
             elif event == "bad":
                 replica.failed(request.begun_at, "bad")
             elif event == "refused":
                 replica.refused("no connection")
-            replica.end(request, tries=tries)
-        trying = sum(tries for _, tries in calls)
+            request.__exit__()
+        trying = sum(request._tries for request in calls)
         assert replica.usable == (
             replica.state == "closed" or (replica.state == "half_open" and not trying)
         )
@@ -95,11 +95,11 @@ def test_a_breaker_opens_tries_one_call_and_closes(events: list[tuple[str, float
             assert replica.state == "open"
     # Whatever it went through, a replica that is well again is used again.
     replica.checked(True)
-    for request, tries in calls:
-        replica.end(request, tries=tries)
+    for request in calls:
+        request.__exit__()
     now += 31
     assert replica.usable
-    with replica.request():
+    with ReplicaRequest(replica):
         replica.answered(now)
     assert replica.state == "closed"
 

@@ -76,12 +76,6 @@ def test_the_tokenizer_can_be_made_again_from_its_corpus() -> None:
     assert tokenizer_config() == json.loads((ASSETS / "tokenizer_config.json").read_text())
 
 
-async def first(sim: SimEngine, **fields: Any) -> dict[str, Any]:
-    """The first choice of an answer."""
-    choice: dict[str, Any] = (await post(sim, ask(**fields)))["choices"][0]
-    return choice
-
-
 async def test_the_ids_of_an_answer_are_the_ids_of_its_text() -> None:
     answer = await post(engine(), ask())
     choice = answer["choices"][0]
@@ -178,8 +172,8 @@ async def test_logprobs_are_the_same_bits_when_scored_again() -> None:
 
 async def test_a_stop_token_is_sampled_and_silent() -> None:
     sim = engine()
-    whole = (await first(sim, seed=3))["token_ids"]
-    choice = await first(sim, seed=3, stop_token_ids=[whole[4]])
+    whole = (await choices(sim, seed=3))[0]["token_ids"]
+    (choice,) = await choices(sim, seed=3, stop_token_ids=[whole[4]])
     kept = whole[: whole.index(whole[4]) + 1]
     assert (choice["token_ids"], choice["stop_reason"]) == (kept, whole[4])
     assert choice["message"]["content"] == TOKENIZER.decode(kept[:-1])
@@ -248,7 +242,7 @@ async def test_faults_come_as_often_as_asked() -> None:
     seen: dict[str, int] = {}
     for _ in range(300):
         try:
-            finish = (await first(sim))["finish_reason"]
+            finish = (await choices(sim))[0]["finish_reason"]
         except (EngineUnavailable, EngineGarbage) as error:
             finish = error.kind
         seen[finish] = seen.get(finish, 0) + 1
@@ -288,21 +282,16 @@ def playing(turns: list[dict[str, Any]], **config: Any) -> SimEngine:
     return SimEngine(SimConfig(latency_seconds=0, **config), solver)
 
 
-async def choices(sim: SimEngine, rollout_id: str = "r", **fields: Any) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = (await post(sim, ask(**fields), rollout_id=rollout_id))["choices"]
+async def choices(
+    sim: SimEngine, rollout_id: str = "r", messages: Any = None, **fields: Any
+) -> list[dict[str, Any]]:
+    body = ask(**fields) | ({"messages": messages} if messages else {})
+    found: list[dict[str, Any]] = (await post(sim, body, rollout_id=rollout_id))["choices"]
     return found
 
 
 async def message(sim: SimEngine, rollout_id: str = "r", **fields: Any) -> dict[str, Any]:
     found: dict[str, Any] = (await choices(sim, rollout_id, **fields))[0]["message"]
-    return found
-
-
-async def after(
-    sim: SimEngine, messages: list[dict[str, Any]], rollout_id: str = "r", **fields: Any
-) -> dict[str, Any]:
-    answer = await post(sim, ask(**fields) | {"messages": messages}, rollout_id=rollout_id)
-    found: dict[str, Any] = answer["choices"][0]["message"]
     return found
 
 
@@ -429,9 +418,10 @@ async def test_a_transcript_is_played_turn_by_turn(tmp_path: Path) -> None:
     history = [*user(), turn, {"role": "tool", "tool_call_id": "x", "content": "36.0"}]
     # A tool may answer differently now; without a rollout (HTTP) what was said so far decides.
     for rollout_id in ("a", ""):
-        assert (await after(sim, history, rollout_id, tools=TOOLS))["content"] == "It is 36."
+        told = await message(sim, rollout_id, messages=history, tools=TOOLS)
+        assert told["content"] == "It is 36."
     with pytest.raises(EngineRefused, match="no turn 3"):
-        await after(sim, [*history, said("It is 36."), *user("More?")], "a")
+        await message(sim, "a", messages=[*history, said("It is 36."), *user("More?")])
     with pytest.raises(EngineRefused, match="begins so: 'Who"):
         await message(sim, "c", text="Who are you?")
 

@@ -32,7 +32,7 @@ from envserver.running.sandbox_serving import ServedSandboxes
 from envserver.sandbox import machines as machines_module
 from envserver.sandbox.client import SandboxClient
 from envserver.sandbox.machine_messages import PATH, Load
-from envserver.sandbox.machines import Machine, Machines, machines_at
+from envserver.sandbox.machines import Machine, Machines, MachineSandbox, machines_at
 from envserver.sandbox.maker import RemoteAddress
 from envserver.sandbox.requests import Exec
 from envserver.sandbox.service import SandboxService
@@ -127,10 +127,21 @@ async def test_what_ends_by_itself_says_how(boxes: Machines) -> None:
     assert program.result is not None and program.result.exit == 3
 
 
-async def test_sandboxes_end_with_their_client(served: ServedSandboxes) -> None:
+@pytest.mark.parametrize("is_interactive", [False, True])
+async def test_sandboxes_end_with_their_client(
+    served: ServedSandboxes, is_interactive: bool
+) -> None:
+    async def run_interactive(box: MachineSandbox, mark: str) -> None:
+        async with box.start(["sleep", mark], env={}, wall_seconds=3600.0) as program:
+            await asyncio.get_running_loop().sock_recv(program.stdio, 1)
+
     mark = marked()
     async with client_of(served) as gone, gone.open(PLAIN) as box:
-        running = stay(box, mark)
+        running: asyncio.Task[Any]
+        if is_interactive:
+            running = asyncio.create_task(run_interactive(box, mark))
+        else:
+            running = stay(box, mark)
         await until(lambda: alive_with(mark))
         assert isinstance(box._websocket, aiohttp.ClientWebSocketResponse)
         transport = box._websocket.get_extra_info("socket")

@@ -29,6 +29,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MB = 1 << 20
 HOUR = 3600.0  # a limit that no program reaches
+NOISE = " ".join(map(str, range(30_000))).encode()
+
+
+def damaged(data: bytes) -> bytes:
+    """`data` with 40 other bytes in its middle."""
+    middle = len(data) // 2
+    return data[:middle] + bytes(byte ^ 0x5A for byte in data[middle:][:40]) + data[middle + 40 :]
 
 
 def limited(**limits: float) -> SandboxSpec:
@@ -415,6 +422,7 @@ async def test_it_starts_with_its_archive_and_files(boxes: Sandboxes) -> None:
     [
         pytest.param(SandboxSpec(archive=b"no archive"), id="no archive"),
         pytest.param(SandboxSpec(archive=archive(file=bytes(9999))[:60]), id="cut archive"),
+        pytest.param(SandboxSpec(archive=damaged(archive(file=NOISE))), id="damaged archive"),
         pytest.param(SandboxSpec(archive=archive(**{"../../out": b"x"})), id="archive that climbs"),
         pytest.param(SandboxSpec(files={"/etc/file": b"x"}), id="file outside"),
         pytest.param(SandboxSpec(files={"a": b"x", "a/b": b"x"}), id="file below a file"),
