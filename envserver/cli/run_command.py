@@ -82,7 +82,8 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..export.unified import write_json
-        from ..registry.interpreters import become, interpreter_of
+        from ..registry import interpreter_of
+        from ..registry.interpreters import become
         from ..running.asking import EnvironmentRaised, ask, asking
         from .console import Console
         from .conversation import Person, show_rollout

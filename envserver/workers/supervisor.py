@@ -25,7 +25,8 @@ import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError, WorkerDied
 from envserver_records.waiting import Backoff
 
-from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
+from ..registry import interpreter_of
+from ..registry.interpreters import PYTHON_VARIABLES
 from ..sandbox.places import temporary_folder
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from ..settings.config import WorkersConfig
