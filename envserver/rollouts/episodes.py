@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
@@ -81,23 +81,19 @@ class Episode:
         self._engine = engine
         self._task = task
         self._agent = agent
-        self._asked: deque[_Request] = deque()
+        self._asked: asyncio.Queue[_Request | None] = asyncio.Queue()
+        """None: it is over."""
         self._latest: _Request | None = None
-        self._changed = asyncio.Event()
         self.work = asyncio.create_task(self._run(), name=self.id)
         self.work.add_done_callback(self._over)
 
     async def next(self) -> Asked | Outcome:
-        while True:
-            while self._asked:
-                request = self._asked.popleft()
-                if not request.answer.done():  # else the agent no longer waits for it
-                    self._latest = request
-                    return request.asked
-            if self.work.done():
-                return self.work.result()
-            self._changed.clear()
-            await self._changed.wait()
+        while (request := await self._asked.get()) is not None:
+            if not request.answer.done():  # else the agent no longer waits for it
+                self._latest = request
+                return request.asked
+        self._asked.put_nowait(None)
+        return self.work.result()
 
     def answer(self, message: Message) -> None:
         request, self._latest = self._latest, None
@@ -134,12 +130,11 @@ class Episode:
 
     async def _ask(self, asked: Asked) -> Message:
         request = _Request(asked)
-        self._asked.append(request)
-        self._changed.set()
+        self._asked.put_nowait(request)
         return await request.answer
 
     def _over(self, work: asyncio.Task[Outcome]) -> None:
-        self._changed.set()
+        self._asked.put_nowait(None)
         if not work.cancelled():
             work.exception()  # retrieved here, because no caller may
 

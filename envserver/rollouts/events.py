@@ -22,7 +22,7 @@ from envserver_records.records import Group, Usage
 from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
 from ..telemetry.redaction import redacted
-from .estimates import Scored
+from .estimates import Scored, scored_of
 from .policy import Alike, Drop, Untrained, is_bug
 from .stream import GroupRequest
 
@@ -97,6 +97,13 @@ class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Event = RolloutFailed | RolloutScored | GroupDropped | GroupDelivered
+
+
+def scored_in(event: Event) -> Scored | None:
+    """Returns what a group that has ended says about its task."""
+    if isinstance(event, GroupDelivered):
+        return scored_of(event.group)
+    return event.scored if isinstance(event, GroupDropped) else None
 
 
 class Observer(Protocol):

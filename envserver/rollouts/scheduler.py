@@ -13,7 +13,7 @@ import heapq
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, Protocol
 
@@ -263,6 +263,22 @@ class Lane:
         self.take = partial(turns.take, name)
         self.ended = partial(turns.ended, name)
         self.left = partial(turns.left, name)
+
+
+def lanes(
+    shares: Sequence[Share], begun: Mapping[str, int], *, room: int, total: int | None
+) -> dict[str, Lane | None]:
+    """Returns the lane of each environment; None: it is alone, and needs no turns. `begun`: groups
+    of each so far, which count for `total`. `room`: see `Turns`."""
+    wanted = still_wanted(total, sum(begun.values()))
+    turns = Turns(Shares(targets(shares), begun), room=room, wanted=wanted)
+    takes_turns = len(shares) > 1 or total is not None
+    return {one.name: turns.lane(one.name) if takes_turns else None for one in shares}
+
+
+def still_wanted(groups: int | None, made: int) -> int | None:
+    """None: as many as there are."""
+    return None if groups is None else max(0, groups - made)
 
 
 log = structlog.get_logger()

@@ -18,8 +18,8 @@ import msgspec
 from envserver_records.records import Task
 
 from ..settings.runs import CurriculumConfig
-from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
-from .events import Event, GroupDelivered, GroupDropped
+from .estimates import UNTRIED, Estimate, as_of, updated
+from .events import Event, scored_in
 from .stream import GroupRequest, again_prefix, group_id, stream_prefix
 
 # A run's stream of tasks is the environment's own order, with earlier tasks mixed in:
@@ -217,11 +217,7 @@ class TaskStream:
             yield request
 
     def observe(self, event: Event) -> None:
-        news: Scored | None = None
-        if isinstance(event, GroupDelivered):
-            news = scored_of(event.group)
-        elif isinstance(event, GroupDropped):
-            news = event.scored
+        news = scored_in(event)
         if news is None:
             return
         with self._lock:

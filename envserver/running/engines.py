@@ -181,7 +181,6 @@ def _say(line: str) -> None:
 class OwnEndpoint(msgspec.Struct, frozen=True):
     endpoint: EngineEndpoint
     model: str
-    is_other: bool
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +206,7 @@ async def own_endpoints(
             if config.base_url is None:
                 model = str(config.model_name)
                 made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
-                found[name] = OwnEndpoint(made, model, False)
+                found[name] = OwnEndpoint(made, model)
                 continue
             key = config.api_key.get_secret_value()
             address = (config.base_url, key, config.timeout, config.server_type)
@@ -225,7 +224,7 @@ async def own_endpoints(
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
             made = make_endpoint(settings, own, gate=gate, model=model, is_other=True)
-            found[name] = OwnEndpoint(made, model, True)
+            found[name] = OwnEndpoint(made, model)
         yield found
 
 

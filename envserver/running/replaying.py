@@ -248,7 +248,7 @@ async def replay(
         ) as parts,
     ):
         facts = record.facts
-        finder = TaskFinder.of(environment, reference, split=facts["split"], seed=facts["seed"])
+        finder = TaskFinder(environment, split=facts["split"], seed=facts["seed"])
         task = await finder.find(facts["task_id"])
         if debug:
             parts = msgspec.structs.replace(parts, pool=DebugPool())
@@ -265,23 +265,28 @@ async def _played(record: Record, parts: RolloutContext, task: Task, player: Pla
         seed=facts["seed"],
         task=task,
     )
+    compared: list[Fact] = []
+    failure = ""
     try:
         finished = await run_once(parts, request, rollout.rollout_id, rollout.attempt)
+        if player.difference is None:
+            score = await _scored(parts, task, rollout, finished)
+            compared = list(_facts(record, finished, score))
     except RolloutError as error:
-        return Replayed(player.played, player.left, player.difference, str(error))
-    if player.difference is not None:
-        return Replayed(player.played, player.left, player.difference)
+        failure = str(error)
+    return Replayed(player.played, player.left, player.difference, failure, compared)
+
+
+async def _scored(
+    parts: RolloutContext, task: Task, rollout: StoredRollout, finished: Finished
+) -> Score:
     if parts.scorer.needs_token_ids and finished.result.completion_ids is None:
         finished.result.completion_ids = trained_ids(rollout.rows)  # the record has them
     try:
-        score = await score_once(parts.scorer, task, finished.result)
+        return parts.scorer.delivered(await score_once(parts.scorer, task, finished.result))
     except RolloutError as error:
-        return Replayed(player.played, player.left, None, f"It cannot be scored: {error}")
-    return Replayed(
-        player.played,
-        player.left,
-        facts=list(_facts(record, finished, parts.scorer.delivered(score))),
-    )
+        error.message = f"It cannot be scored: {error.message}"
+        raise
 
 
 def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:

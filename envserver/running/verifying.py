@@ -176,7 +176,9 @@ async def verify(
     concurrency: int,
     progress: Progress = lambda groups, rows, share: None,
 ) -> Report:
-    version = await source.newest_version() if policy_version is None else policy_version
+    version = policy_version
+    if version is None:
+        version = await asyncio.to_thread(source.newest_version)
     report = Report(tolerance, version)
     rescorer = Rescorer(engine)
     await rescorer.context()  # report an engine that does not answer before reading anything
@@ -217,7 +219,8 @@ async def _chosen(
     """
     kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
-    async for delivery in source.deliveries():
+    deliveries = source.deliveries()
+    while (delivery := await asyncio.to_thread(next, deliveries, None)) is not None:
         report.add_delivery(delivery)
         tell(delivery.end / source.size if source.size else None)
         for row in delivery.rows:
@@ -245,7 +248,7 @@ async def verify_source(
     async with AsyncExitStack() as stack:
         source: FileSource | ServerSource
         if settings.source.startswith(("http://", "https://")):
-            source = await stack.enter_async_context(ServerSource(settings.source))
+            source = stack.enter_context(ServerSource(settings.source))
         else:
             source = FileSource(Path(settings.source), digests=settings.digests)
         openai = await stack.enter_async_context(
