@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, NoReturn
@@ -54,13 +54,15 @@ _log = structlog.get_logger("envserver.services")
 _Make = Callable[[], Environment]
 
 
+@dataclass(eq=False, repr=False)
 class HostedServices:
     """The process of an environment's services and hooks; `make`: called in its interpreter."""
 
-    def __init__(self, interpreter: Interpreter, reference: str, make: _Make) -> None:
-        self._interpreter = interpreter
-        self._reference = reference
-        self._make = make
+    interpreter: Interpreter
+    reference: str
+    make: _Make
+
+    def __post_init__(self) -> None:
         self._process: _HostProcess | None = None
         self._starting = asyncio.Lock()
         self._counts: Mapping[str, float] = {}
@@ -119,9 +121,9 @@ class HostedServices:
             if self._process is None or self._process.ended:
                 if self._process is not None:
                     await self._process.end()
-                    _log.error("service_host_ended", environment=self._reference)
+                    _log.error("service_host_ended", environment=self.reference)
                 self._process = await _HostProcess.start(
-                    self._interpreter, self._reference, self._make
+                    self.interpreter, self.reference, self.make
                 )
             return self._process
 
@@ -150,7 +152,7 @@ class HostedServices:
             return pickle.loads(answer.value)
         except Exception as error:
             raise ServiceError(
-                f"The environment {self._reference!r} answered with an object that only its own "
+                f"The environment {self.reference!r} answered with an object that only its own "
                 f"interpreter knows: {type(error).__name__}."
             ) from error
 
@@ -170,14 +172,14 @@ class _State(msgspec.Struct, frozen=True, eq=False):
     number: int
 
 
+@dataclass(eq=False, repr=False)
 class _HostProcess:
-    def __init__(
-        self, process: BaseProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    process: BaseProcess
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def __post_init__(self) -> None:
         self.offer = Offer(names=[], has_state=False)
-        self._process = process
-        self._reader = reader
-        self._writer = writer
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._flags: dict[int, Callable[[str], object]] = {}
@@ -214,28 +216,28 @@ class _HostProcess:
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number], self._flags[number] = answered, flag
         try:
-            service_host.send(self._writer, Request(number, what, arguments))
+            service_host.send(self.writer, Request(number, what, arguments))
             with contextlib.suppress(ConnectionError):  # then the reader ends
-                await self._writer.drain()
+                await self.writer.drain()
             return await answered
         except asyncio.CancelledError:
-            service_host.send(self._writer, Request(number, "cancel"))
+            service_host.send(self.writer, Request(number, "cancel"))
             raise
         finally:
             del self._waiting[number], self._flags[number]
 
     async def end(self) -> None:
         """Lets the process leave its services and end; kills it if it does not."""
-        self._writer.close()
-        await asyncio.to_thread(self._process.join, END_SECONDS)
-        if self._process.exitcode is None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
+        self.writer.close()
+        await asyncio.to_thread(self.process.join, END_SECONDS)
+        if self.process.exitcode is None:
+            self.process.kill()
+            await asyncio.to_thread(self.process.join)
         if self._reading is not None:
             await cancel_and_wait(self._reading)
 
     async def _take_offer(self, reference: str, interpreter: Interpreter) -> None:
-        answer: Answer | None = await service_host.receive(self._reader)
+        answer: Answer | None = await service_host.receive(self.reader)
         if answer is None:
             raise ConfigError(
                 f"The process of the services of {reference!r} died at its start.",
@@ -248,7 +250,7 @@ class _HostProcess:
 
     async def _read(self) -> None:
         try:
-            while (message := await service_host.receive(self._reader)) is not None:
+            while (message := await service_host.receive(self.reader)) is not None:
                 if isinstance(message, Flagged):
                     self._flags.get(message.number, ignored)(message.word)
                 elif (answered := self._waiting.get(message.number)) and not answered.done():
@@ -379,13 +381,15 @@ def _hook(name: str) -> Callable[[HostedEnvironment, ModelCall], Awaitable[None]
     return hook
 
 
+@dataclass(eq=False, repr=False)
 class _Host:
     """The host process of one instance; it starts at the first call, and again if it died."""
 
-    def __init__(self, interpreter: Interpreter, reference: str, make: _Make) -> None:
-        self._interpreter = interpreter
-        self._reference = reference
-        self._make = make
+    interpreter: Interpreter
+    reference: str
+    make: _Make
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
@@ -398,11 +402,11 @@ class _Host:
             except ProcessExpired as error:
                 if attempt == _ATTEMPTS:
                     raise ConfigError(
-                        f"The process of the environment {self._reference!r} died while it "
+                        f"The process of the environment {self.reference!r} died while it "
                         f"answered (exit status {error.exitcode}).",
-                        hint=f"It runs in {self._interpreter.executable}.",
+                        hint=f"It runs in {self.interpreter.executable}.",
                     ) from error
-        return _value(answer, self._reference)
+        return _value(answer, self.reference)
 
     def _started(self) -> ProcessPool:
         with self._lock:
@@ -410,8 +414,8 @@ class _Host:
                 self._pool = ProcessPool(
                     1,
                     initializer=host.start,
-                    initargs=(self._make,),
-                    context=InterpreterContext(self._interpreter),
+                    initargs=(self.make,),
+                    context=InterpreterContext(self.interpreter),
                 )
                 weakref.finalize(self, self._pool.stop)
             return self._pool

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -176,6 +177,7 @@ _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 """Errors of code that knows the hidden part of the task, and may quote it."""
 
 
+@dataclass(eq=False, repr=False)
 class GroupFailures:
     """The failed attempts of one group, reported to the observer and kept for the group's record.
 
@@ -183,13 +185,14 @@ class GroupFailures:
     dropped, if a bug ended it before any rollout was scored.
     """
 
-    def __init__(self, observer: Observer, request: GroupRequest) -> None:
+    observer: Observer
+    request: GroupRequest
+
+    def __post_init__(self) -> None:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
         self.scored = 0
         self.bug: Drop | None = None
-        self._observer = observer
-        self._request = request
         self._attempts: Counter[int] = Counter()
         self._began: dict[int, float] = {}
         self._failed: defaultdict[int, list[FailedAttempt]] = defaultdict(list)
@@ -206,7 +209,7 @@ class GroupFailures:
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
         knows_hidden = isinstance(error, _SAW_HIDDEN)
-        failure = _safe(error.failure(), self._request.task.hidden if knows_hidden else {})
+        failure = _safe(error.failure(), self.request.task.hidden if knows_hidden else {})
         self.seen.append(failure)
         self._failed[number].append(
             FailedAttempt(
@@ -222,12 +225,12 @@ class GroupFailures:
             if is_bug(error) and not self.scored:
                 bug, missing = failure.detail["bug"], "missing" in error.detail
                 self.bug = Drop("incomplete", bug, True, bug=True, hopeless=missing)
-        self._observer(
+        self.observer(
             RolloutFailed(
-                group_id=self._request.group_id,
-                index=self._request.index,
-                task_id=self._request.task.id,
-                rollout_id=rollout_id_of(self._request, number),
+                group_id=self.request.group_id,
+                index=self.request.index,
+                task_id=self.request.task.id,
+                rollout_id=rollout_id_of(self.request, number),
                 attempt=self._attempts[number],
                 failure=failure,
                 final=final,

@@ -30,6 +30,7 @@ from .stream import GroupRequest, aside, request_for, tasks_of
 MOST_TASKS: Final = 100_000
 _READ_AT_ONCE: Final = 256
 _MOST_NAMED: Final = 5
+_LONGEST_ID: Final = 100
 
 
 @dataclass
@@ -54,7 +55,8 @@ class TaskIndex:
             await self._read_on(page, len(page.tasks) + 1)
         missing = [one for one in dict.fromkeys(task_ids) if one not in page.by_id]
         if missing:
-            named = ", ".join(missing[:_MOST_NAMED]) + (" ..." if missing[_MOST_NAMED:] else "")
+            shown = (repr(one[:_LONGEST_ID]) for one in missing[:_MOST_NAMED])
+            named = ", ".join(shown) + (" ..." if missing[_MOST_NAMED:] else "")
             raise NotFoundError(
                 f"{self.environment.name} has no task {named} among the first {len(page.tasks)} "
                 f"of its split {split!r}.",

@@ -200,7 +200,6 @@ async def rollout_context(
     shared: SharedEngine | None = None,
     played: PlayedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
-    egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
     """Starts everything that running rollouts needs.
 
@@ -231,7 +230,7 @@ async def rollout_context(
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(sandboxes_at(address)) if address else None
-        egress = _egress(settings.workers, environment, egress_addresses_for_tests)
+        egress = _egress(settings.workers, environment)
         host = trying = None
         if sandboxes is not None and environment.sandbox is not None:
             trying = await stack.enter_async_context(
@@ -371,15 +370,12 @@ async def played_context(
             yield context
 
 
-def _egress(
-    config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
-) -> Egress | None:
+def _egress(config: WorkersConfig, environment: Environment) -> Egress | None:
     if not environment.egress:
         return None
-    rules = EgressRules(environment.egress, addresses_for_tests=addresses)
     _log.info("egress", environment=environment.name, hosts=list(environment.egress))
     return Egress(
-        rules,
+        EgressRules(environment.egress),
         max_requests=config.max_egress_requests,
         max_bytes=int(config.max_egress_mb * 1_000_000),
     )

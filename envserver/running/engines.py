@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 import structlog
@@ -24,7 +25,7 @@ from ..proxy.endpoint import (
 )
 from ..proxy.gate import Gate
 from ..rollouts.agents import Demonstrator, has_own_source
-from ..settings.config import EngineConfig, OpenAIConfig, Settings
+from ..settings.config import EngineConfig, Mode, OpenAIConfig, Settings, TokensConfig
 from ..settings.section import AgentConfig
 
 SIMULATED = "sim"
@@ -123,11 +124,8 @@ def make_endpoint(
         name = model or await engine.model_name()
         served = await any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_other else settings.openai.mode
-        probe_result = await probe(engine, wanted=mode, model=served)
         template_kwargs = None if is_other else settings.openai.default_template_kwargs
-        capabilities = await asyncio.to_thread(
-            capabilities_of, probe_result, tokens, template_kwargs
-        )
+        capabilities = await probed(engine, served, mode, tokens, template_kwargs)
         probe_result = capabilities.probe_result
         facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
         if capabilities.format is not None:
@@ -138,6 +136,17 @@ def make_endpoint(
         return capabilities
 
     return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
+
+
+async def probed(
+    engine: Engine,
+    model: str,
+    mode: Mode,
+    tokens: TokensConfig,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Capabilities:
+    found = await probe(engine, wanted=mode, model=model)
+    return await asyncio.to_thread(capabilities_of, found, tokens, template_kwargs)
 
 
 _START_AN_ENGINE = (

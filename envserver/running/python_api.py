@@ -538,11 +538,7 @@ async def replay(
     chosen = environment if environment is not None else replaying.recorded_environment(record)
     recorded = replaying.recorded_settings(record, find(reference_of(chosen)).Config)
     spec = spec_of(ReplaySettings, chosen, given, defaults=recorded)
-    own = spec.settings
-    live = own.services == "live" or (own.services == "auto" and not record.kept)
-    return await replaying.replay(
-        record, own, spec.make_environment(), spec.reference, live_services=live, debug=False
-    )
+    return await replaying.replay(record, spec)
 
 
 async def verify(source: Path | str, **settings: Any) -> verifying.Report:

@@ -36,12 +36,13 @@ from ..rollouts.replaying import (
 )
 from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
-from ..settings.config import Settings
 from ..settings.section import EnvironmentConfig
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
 from .context import played_context
 from .judging import beside_source, folder_of, judge_of
+from .mix import RunSpec
+from .run_settings import ReplaySettings
 from .scoring import TaskFinder
 
 _log = structlog.get_logger("envserver.replay")
@@ -225,26 +226,20 @@ def _warn_of_settings(record: Record, environment: Environment) -> None:
         _log.warning("settings_differ_from_record", settings=unlike, hint=hint)
 
 
-async def replay(
-    record: Record,
-    settings: Settings,
-    environment: Environment,
-    reference: str,
-    *,
-    live_services: bool,
-    debug: bool,
-) -> Replayed:
+async def replay(record: Record, spec: RunSpec[ReplaySettings], *, debug: bool = False) -> Replayed:
+    settings, environment = spec.settings, spec.make_environment()
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)
-    if not live_services:
+    live = settings.services == "live" or (settings.services == "auto" and not record.kept)
+    if not live:
         recorded = RecordedServices(record.services, player)
         environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
     otherwise = folder_of(settings.store)
     async with (
         judge_of(settings.judge, beside_source([record.source], otherwise)) as judge,
         played_context(
-            settings, environment, reference, player, model, judge, unconstrained=True
+            settings, environment, spec.reference, player, model, judge, unconstrained=True
         ) as parts,
     ):
         facts = record.facts

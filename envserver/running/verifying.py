@@ -168,18 +168,13 @@ def _about(row: AuditedRow, kind: str, message: str, position: int | None = None
 async def verify(
     source: Source,
     engine: Engine,
-    *,
-    tolerance: float,
-    sample: Sample,
-    seed: int,
-    policy_version: int | None,
-    concurrency: int,
+    settings: VerifySettings,
     progress: Progress = lambda groups, rows, share: None,
 ) -> Report:
-    version = policy_version
+    sample, version = parse_sample(settings.sample), settings.policy_version
     if version is None:
         version = await asyncio.to_thread(source.newest_version)
-    report = Report(tolerance, version)
+    report = Report(settings.tolerance, version)
     rescorer = Rescorer(engine)
     await rescorer.context()  # report an engine that does not answer before reading anything
 
@@ -201,8 +196,8 @@ async def verify(
             tell()
 
     taking = asyncio.Lock()
-    async with aclosing(_chosen(source, report, sample, seed, tell)) as rows:
-        workers = [asyncio.create_task(compare(rows)) for _ in range(concurrency)]
+    async with aclosing(_chosen(source, report, sample, settings.seed, tell)) as rows:
+        workers = [asyncio.create_task(compare(rows)) for _ in range(settings.concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -244,7 +239,7 @@ async def verify_source(
     settings: VerifySettings, on_progress: Progress = lambda groups, rows, share: None
 ) -> tuple[Report, str]:
     """Also returns the name of the model that scored."""
-    sample = parse_sample(settings.sample)
+    parse_sample(settings.sample)  # raises what is wrong with it before anything is opened
     async with AsyncExitStack() as stack:
         source: FileSource | ServerSource
         if settings.source.startswith(("http://", "https://")):
@@ -255,16 +250,7 @@ async def verify_source(
             started(settings.model, settings.openai, settings.engine)
         )
         engine = await stack.enter_async_context(_engine(settings, openai))
-        report = await verify(
-            source,
-            engine,
-            tolerance=settings.tolerance,
-            sample=sample,
-            seed=settings.seed,
-            policy_version=settings.policy_version,
-            concurrency=settings.concurrency,
-            progress=on_progress,
-        )
+        report = await verify(source, engine, settings, on_progress)
         return report, await engine.model_name()
 
 
