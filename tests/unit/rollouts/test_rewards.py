@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,16 @@ def played(game: str) -> bytes:
     return pack(group)
 
 
-def points_of(numbers: RolloutNumbers) -> dict[tuple[str, str], float]:
-    """The sums of positive and of negative rewards by agent, as /metrics shows them."""
+def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) -> None:
+    group = unpack(played, Group)
+    numbers = RolloutNumbers()
+    numbers.observer("game")(GroupDelivered(group=group))
     (points,) = (
         family
         for family in asyncio.run(numbers.families())
         if family.name == "envserver_reward_points"
     )
-    return {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples}
-
-
-def test_each_agent_and_turn_has_its_reward_on_the_native_wire(played: bytes) -> None:
-    group = unpack(played, Group)
-    numbers = RolloutNumbers()
-    numbers.observer("game")(GroupDelivered(group=group))
-    assert points_of(numbers) == {
+    assert {(one.labels["agent"], one.labels["sign"]): one.value for one in points.samples} == {
         ("one", "positive"): 3.0,
         ("one", "negative"): 0.0,
         ("two", "positive"): 0.0,
@@ -241,12 +235,13 @@ def test_a_score_without_a_reward_stays_so_whatever_the_turns_gave() -> None:
     assert with_totals(checked_score(scorable, result, rules), {}).reward == 0.5
 
 
-def ranges() -> Iterator[RewardRange]:
-    yield from (RewardRange(), RewardRange(-1, 1, 1), RewardRange(-1, 1, 0.5))
-    yield from (RewardRange(-math.inf, math.inf, 3.0), RewardRange(0, math.inf, 10.0))
+RANGES = [
+    *(RewardRange(), RewardRange(-1, 1, 1), RewardRange(-1, 1, 0.5)),
+    *(RewardRange(-math.inf, math.inf, 3.0), RewardRange(0, math.inf, 10.0)),
+]
 
 
-@given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
+@given(st.sampled_from(RANGES), st.floats(-20, 20), st.floats(-20, 20))
 @settings(max_examples=examples(100))
 def test_a_share_rises_up_to_a_solved_task(bounds: RewardRange, one: float, two: float) -> None:
     assert range_from_json(orjson.loads(orjson.dumps(range_as_json(bounds)))) == bounds
