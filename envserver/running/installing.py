@@ -107,6 +107,17 @@ def _claim_ours(site: Path) -> None:
         (info / "entry_points.txt").write_text("\n".join([f"[{INTEGRATIONS}]", *points]) + "\n")
 
 
+def describe(
+    references: Sequence[str], python: str, path: Sequence[str], place: Path, failure: str
+) -> list[Description]:
+    out = place / "described.json"
+    words = [python, "-P", "-c", _DESCRIBE, json.dumps(list(path)), str(out), *references]
+    run(words, failure)
+    data: Any = json.loads(out.read_text())
+    out.unlink()
+    return msgspec.convert(data, list[Description])
+
+
 def pip(*words: str | Path, failure: str) -> None:
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *words]
     run(list(map(str, command)), failure)
@@ -188,11 +199,8 @@ def _record(
     executable, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
     if python is not None:
         executable, path = python.executable, python.search_path
-    out = place / "described.json"
-    words = [executable, "-P", "-c", _DESCRIBE, json.dumps(path), str(out), *references]
-    run(words, f"{one.package} cannot be used")
-    described = msgspec.convert(json.loads(out.read_text()), list[Description])
-    out.unlink()
+    unusable = f"{one.package} cannot be used"
+    described = describe(references, executable, path, place, unusable)
     one = msgspec.structs.replace(one, environments=described)
     if python is not None:
         from ..registry.hosted import hosted_class
