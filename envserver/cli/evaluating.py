@@ -29,7 +29,7 @@ from ..registry import (
     find,
     is_path,
 )
-from ..running.evaluating import EvaluatedEnvironment, EvaluationView
+from ..running.evaluating import EvaluationView
 from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
@@ -55,7 +55,7 @@ class _Wanted:
     name: str = ""
 
 
-def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[EvaluatedEnvironment[M]]:
+def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[RunSpec[M]]:
     """At temperature 0 the group size is 1 unless another is given."""
     warn = once(to_stderr)
     seen: Counter[str] = Counter()
@@ -75,7 +75,7 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Evaluated
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}-{seen[name]}"
-        found.append(EvaluatedEnvironment(name, RunSpec(settings, one.reference, kind)))
+        found.append(RunSpec(settings, one.reference, kind, name))
     return found
 
 

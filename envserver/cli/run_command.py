@@ -82,7 +82,8 @@ COMMAND = CommandSpec(
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..export.unified import write_json
-        from ..registry.interpreters import become, interpreter_of
+        from ..registry import interpreter_of
+        from ..registry.interpreters import become
         from ..running.asking import EnvironmentRaised, ask, asking
         from .console import Console
         from .conversation import Person, show_rollout
@@ -276,18 +277,8 @@ def run_replay(argv: list[str]) -> int:
     line = read_run_spec(REPLAY, argv, defaults=recorded, environment=name)
     settings = line.settings
     configure_logs("warning" if settings.debug else settings.log_level, settings.log_format)
-    environment = (debuggable(line) if settings.debug else line).make_environment()
-    live = settings.services == "live" or (settings.services == "auto" and not record.kept)
-    done = run_loop(
-        replay(
-            record,
-            settings,
-            environment,
-            line.reference,
-            live_services=live,
-            debug=settings.debug,
-        )
-    )
+    spec = debuggable(line) if settings.debug else line
+    done = run_loop(replay(record, spec, debug=settings.debug))
     _show_replay(Console(highlight=False, soft_wrap=True), record, done)
     return 0 if done.same else 1
 

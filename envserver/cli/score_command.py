@@ -47,14 +47,7 @@ def run_score(argv: list[str]) -> int:
     try:
         with facts_bar(console, 1.0) as update:
             work = scoring.run_score(
-                line.reference,
-                settings.env.model_dump(mode="json"),
-                settings.input,
-                settings.out,
-                processes=settings.processes,
-                sandbox=settings.sandbox,
-                judge=settings.judge,
-                progress=lambda rows, share: update(completed=share, facts=f"{rows} rows"),
+                line, lambda rows, share: update(completed=share, facts=f"{rows} rows")
             )
             summary = run_loop(work)
     except KeyboardInterrupt:

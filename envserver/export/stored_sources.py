@@ -15,8 +15,9 @@ import zlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar
+from typing import IO, Any, Final, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -215,52 +216,73 @@ _SECONDS: Final = 60.0
 _NOT_DELIVERED: Final = ("buffered", "dropped")
 
 
-def of_server(url: str) -> Iterator[RawGroup]:
-    """Yields delivered and waiting groups; sends the token of ENVSERVER_TOKEN."""
-    # httpx fails on zstd in several frames
-    headers = {"accept-encoding": "identity", **authorization()}
-    with ServersClient(url, timeout=_SECONDS, headers=headers) as http:
+class GroupsServer:
+    """The groups of a running server, which are only read; sends the token of ENVSERVER_TOKEN."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        # Not zstd: a group is several frames of it, and httpx fails when one ends with a chunk.
+        headers = {"accept-encoding": "gzip", **authorization()}
+        self._http = ServersClient(url, timeout=_SECONDS, headers=headers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def listed(self) -> Iterator[dict[str, Any]]:
+        """Yields what is known of each group without its body."""
         after: int | None = 0
         while after is not None:
-            page = _get(http, url, f"/v1/groups?after={after}&limit={_PAGE}").json()
-            for group in page["groups"]:
-                if group["state"] not in _NOT_DELIVERED:
-                    yield _raw(http, url, str(group["group_id"]))
+            page = self.get(f"/v1/groups?after={after}&limit={_PAGE}").json()
+            yield from page["groups"]
             after = page["next"]
 
+    def delivered(self) -> Iterator[str]:
+        """Yields the ids of delivered and waiting groups."""
+        for group in self.listed():
+            if group["state"] not in _NOT_DELIVERED:
+                yield str(group["group_id"])
 
-def _raw(http: httpx.Client, url: str, group_id: str) -> RawGroup:
-    place = f"group {group_id} of {url}"
+    def place(self, group_id: str) -> str:
+        return f"group {group_id} of {self._url}"
 
-    def decoded() -> Any:
-        answer = _get(http, url, f"/v1/groups/{quote(group_id, safe='')}", GROUP_MSGPACK)
+    def whole(self, group_id: str) -> WireGroup:
+        answer = self.get(f"/v1/groups/{quote(group_id, safe='')}", GROUP_MSGPACK)
         try:
-            whole = msgspec.msgpack.decode(answer.content, type=WireGroup)
+            return msgspec.msgpack.decode(answer.content, type=WireGroup)
         except msgspec.DecodeError as error:
+            place = self.place(group_id)
             raise InputError(f"{place} is not a group: {error}.", place=place) from error
+
+    def line(self, group_id: str) -> dict[str, Any]:
+        whole, place = self.whole(group_id), self.place(group_id)
         return line_of(bytes(whole.body), whole.format, whole.env, group_id, place)
 
-    return RawGroup(place, decoded)
+    def get(self, path: str, accept: str = "application/json") -> httpx.Response:
+        url = self._url
+        try:
+            answer = self._http.get(path, headers={"accept": accept})
+        except httpx.TransportError as error:
+            why = error or type(error).__name__
+            raise NotFoundError(f"No server answers at {url}: {why}.") from error
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            hint = "Is it an envserver of this version?"
+            raise NotFoundError(f"{url} has no {path}.", hint=hint)
+        if not answer.is_success:
+            raise ConflictError(
+                f"{url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}",
+                hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
+            )
+        return answer
 
 
-def _get(
-    http: httpx.Client, url: str, path: str, accept: str = "application/json"
-) -> httpx.Response:
-    try:
-        # Not zstd: a group is several frames of it, and httpx fails when one ends with a chunk.
-        answer = http.get(path, headers={"accept": accept, "accept-encoding": "gzip"})
-    except httpx.TransportError as error:
-        why = error or type(error).__name__
-        raise NotFoundError(f"No server answers at {url}: {why}.") from error
-    if answer.status_code == httpx.codes.NOT_FOUND:
-        hint = "Is it an envserver of this version?"
-        raise NotFoundError(f"{url} has no {path}.", hint=hint)
-    if not answer.is_success:
-        raise ConflictError(
-            f"{url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}",
-            hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
-        )
-    return answer
+def of_server(url: str) -> Iterator[RawGroup]:
+    """Yields delivered and waiting groups."""
+    with GroupsServer(url) as server:
+        for group_id in server.delivered():
+            yield RawGroup(server.place(group_id), partial(server.line, group_id))
 
 
 _ROWS: Final = 64

@@ -16,7 +16,7 @@ import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 from envserver_records.errors import ConfigError, NotFoundError
 
@@ -27,7 +27,7 @@ from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.section import EnvironmentConfig
 from . import installed
-from .installed import with_own_interpreter
+from .installed import Interpreter, usable_interpreter, with_own_interpreter
 
 ENTRY_POINT_GROUP = installed.ENVIRONMENTS
 _US = "envserver"
@@ -91,7 +91,7 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
     if (one := with_own_interpreter().get(reference)) is not None:
         from .hosted import hosted_class
 
-        return hosted_class(*one)
+        return hosted_class(*one, make_environment)
     raise _not_found(reference)
 
 
@@ -105,7 +105,7 @@ def _integrated_class(scheme: str, rest: str) -> type[Environment]:
     if own is not None and python is not None and python.executable != sys.executable:
         from .hosted import hosted_class
 
-        return hosted_class(*own)
+        return hosted_class(*own, make_environment)
     if one.module and importlib.util.find_spec(one.module) is None:
         raise _not_installed(scheme, rest, one)
     return one.environment(reference.partition(":")[2])
@@ -165,6 +165,19 @@ def absolute(reference: str) -> str:
         return reference
     made = str(Path(path).resolve())
     return f"{made}{colon}{class_name}" if made.endswith(".py") else f"{made}/{colon}{class_name}"
+
+
+def make_environment(reference: str, config: dict[str, Any]) -> Environment:
+    kind = find(reference)
+    return kind(kind.Config.model_validate(config))
+
+
+def interpreter_of(reference: str) -> Interpreter | None:
+    """Returns the interpreter that an environment needs; None: the one of this process."""
+    if reference in entry_point_names():
+        return None
+    one = with_own_interpreter().get(absolute(reference))
+    return usable_interpreter(one[0]) if one is not None else None
 
 
 def defines_environment(path: Path) -> bool:

@@ -6,13 +6,11 @@ Limits of single settings (`ge=1`) are checked where the class itself is.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, Literal, Union, cast
 
 import msgspec
-from envserver_records.errors import ConfigError, UsageError
+from envserver_records.errors import ConfigError
 from envserver_records.sandboxes import SandboxSpec
 from pydantic import BaseModel, Field, TypeAdapter, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
@@ -168,20 +166,3 @@ def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> An
         held = _annotation(values, definitions) if isinstance(values, dict) else Any
         return dict[str, held]  # type: ignore[valid-type]
     return _PLAIN.get(kind or "", Any)
-
-
-def main(out: str, *references: str) -> None:
-    """Writes the descriptions of environments, as Python's JSON, to the file `out`."""
-    import json
-
-    from . import find
-
-    try:
-        made: list[Any] = [msgspec.to_builtins(describe(name, find(name))) for name in references]
-    except UsageError as error:
-        sys.exit(str(error))  # says it all without a traceback
-    Path(out).write_text(json.dumps(made))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -31,14 +31,11 @@ class HostAnswer(msgspec.Struct, frozen=True):
     failure: Failure | None = None
 
 
-def start(reference: str, config: dict[str, Any]) -> None:
+def start(make: Callable[[], Environment]) -> None:
     """Makes the environment; a failure is kept and returned to every call."""
-    from . import find
-
     global _made
     try:
-        kind = find(reference)
-        _made = kind(kind.Config.model_validate(config))
+        _made = make()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the server shows it
         _made = failure_of(error)
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, ClassVar, NoReturn
@@ -51,15 +51,18 @@ END_SECONDS = 10.0
 _KINDS = by_kind(UsageError, RolloutError) | {InputError.kind: InputError}
 
 _log = structlog.get_logger("envserver.services")
+_Make = Callable[[], Environment]
 
 
+@dataclass(eq=False, repr=False)
 class HostedServices:
-    """The process of an environment's services and hooks; `reference`: in its interpreter."""
+    """The process of an environment's services and hooks; `make`: called in its interpreter."""
 
-    def __init__(self, interpreter: Interpreter, reference: str, config: dict[str, Any]) -> None:
-        self._interpreter = interpreter
-        self._reference = reference
-        self._config = config
+    interpreter: Interpreter
+    reference: str
+    make: _Make
+
+    def __post_init__(self) -> None:
         self._process: _HostProcess | None = None
         self._starting = asyncio.Lock()
         self._counts: Mapping[str, float] = {}
@@ -84,39 +87,31 @@ class HostedServices:
     async def hook(self, name: str, call: ModelCall) -> None:
         sent = copy.copy(call)
         process, sent.caller = await self._for(call.caller)
-        answer = await self._asked(process, call.caller.flag, "hook", name, sent)
-        if answer.bug is not None:
-            bug = answer.bug
-            raise HookBug(f"{bug.kind}: {bug.message} {bug.place}", bug.kind, bug.traceback)
-        call.reason, call.refused, call.changes = self._value(answer)
+        call.reason, call.refused, call.changes = await self._asked(
+            process, call.caller.flag, _hook_bug, "hook", name, sent
+        )
 
     async def _serve(self, name: str, arguments: dict[str, Any], caller: Caller) -> Any:
         process, sent = await self._for(caller)
-        answer = await self._asked(process, caller.flag, "service", name, arguments, sent)
-        if answer.bug is not None:
-            # The message may hold addresses and keys: it goes to the log only.
-            raise self._logged(answer.bug, f"service {name!r}", caller.rollout_id)
-        return self._value(answer)
+        bug = partial(_logged, f"service {name!r}", caller.rollout_id)
+        return await self._asked(process, caller.flag, bug, "service", name, arguments, sent)
 
     @asynccontextmanager
     async def _state(self, task: Task) -> AsyncIterator[_State]:
-        process = await self._current()
-        answer = await self._asked(process, ignored, "open_state", task)
-        if answer.bug is not None:
-            raise self._logged(answer.bug, "rollout's state", "")
-        state = _State(process, self._value(answer))
+        process, bug = await self._current(), partial(_logged, "rollout's state", "")
+        state = _State(process, await self._asked(process, ignored, bug, "open_state", task))
         try:
             yield state
         finally:
+            bug = partial(_logged, "end of a rollout's state", "")
             with contextlib.suppress(ServiceError):  # it is gone with its process
-                left = await self._asked(process, ignored, "close_state", state.number)
-                if left.bug is not None:
-                    self._logged(left.bug, "end of a rollout's state", "")
+                await self._asked(process, ignored, bug, "close_state", state.number)
 
     async def _shown(self, group_id: str) -> dict[str, Any]:
+        bug = partial(_logged, "environment's process", "")
         try:
-            answer = await self._asked(await self._current(), ignored, "shown", group_id)
-            shown: dict[str, Any] = self._value(answer)
+            process = await self._current()
+            shown: dict[str, Any] = await self._asked(process, ignored, bug, "shown", group_id)
         except ServiceError:
             return {}
         return shown
@@ -126,9 +121,9 @@ class HostedServices:
             if self._process is None or self._process.ended:
                 if self._process is not None:
                     await self._process.end()
-                    _log.error("service_host_ended", environment=self._reference)
+                    _log.error("service_host_ended", environment=self.reference)
                 self._process = await _HostProcess.start(
-                    self._interpreter, self._reference, self._config
+                    self.interpreter, self.reference, self.make
                 )
             return self._process
 
@@ -140,28 +135,36 @@ class HostedServices:
         return await self._current(), replace(caller, flag=ignored, state=None)
 
     async def _asked(
-        self, process: _HostProcess, flag: Callable[[str], object], what: str, *arguments: Any
-    ) -> Answer:
+        self,
+        process: _HostProcess,
+        flag: Callable[[str], object],
+        error_of_bug: Callable[[Bug], Exception],
+        what: str,
+        *arguments: Any,
+    ) -> Any:
         answer = await process.ask(flag, what, arguments)
         self._counts = answer.counts
         if answer.failure is not None:
             raise error_of(answer.failure)
-        return answer
-
-    def _logged(self, bug: Bug, what: str, rollout_id: str) -> ServiceError:
-        _log.error("service_failed", rollout_id=rollout_id, what=what, traceback=bug.traceback)
-        return ServiceError(f"The {what} failed: {bug.kind}.")
-
-    def _value(self, answer: Answer) -> Any:
         if answer.bug is not None:
-            raise self._logged(answer.bug, "environment's process", "")
+            raise error_of_bug(answer.bug)
         try:
             return pickle.loads(answer.value)
         except Exception as error:
             raise ServiceError(
-                f"The environment {self._reference!r} answered with an object that only its own "
+                f"The environment {self.reference!r} answered with an object that only its own "
                 f"interpreter knows: {type(error).__name__}."
             ) from error
+
+
+def _hook_bug(bug: Bug) -> HookBug:
+    return HookBug(f"{bug.kind}: {bug.message} {bug.place}", bug.kind, bug.traceback)
+
+
+def _logged(what: str, rollout_id: str, bug: Bug) -> ServiceError:
+    """The message may hold addresses and keys: it goes to the log only."""
+    _log.error("service_failed", rollout_id=rollout_id, what=what, traceback=bug.traceback)
+    return ServiceError(f"The {what} failed: {bug.kind}.")
 
 
 class _State(msgspec.Struct, frozen=True, eq=False):
@@ -169,27 +172,25 @@ class _State(msgspec.Struct, frozen=True, eq=False):
     number: int
 
 
+@dataclass(eq=False, repr=False)
 class _HostProcess:
-    def __init__(
-        self, process: BaseProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    process: BaseProcess
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def __post_init__(self) -> None:
         self.offer = Offer(names=[], has_state=False)
-        self._process = process
-        self._reader = reader
-        self._writer = writer
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._flags: dict[int, Callable[[str], object]] = {}
         self._reading: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, interpreter: Interpreter, reference: str, config: dict[str, Any]
-    ) -> _HostProcess:
+    async def start(cls, interpreter: Interpreter, reference: str, make: _Make) -> _HostProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = InterpreterContext(interpreter).Process(
-                target=service_host.main, args=(theirs, reference, config), daemon=True
+                target=service_host.main, args=(theirs, make), daemon=True
             )
             process.start()
         reader, writer = await asyncio.open_unix_connection(sock=ours)
@@ -215,28 +216,28 @@ class _HostProcess:
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._waiting[number], self._flags[number] = answered, flag
         try:
-            service_host.send(self._writer, Request(number, what, arguments))
+            service_host.send(self.writer, Request(number, what, arguments))
             with contextlib.suppress(ConnectionError):  # then the reader ends
-                await self._writer.drain()
+                await self.writer.drain()
             return await answered
         except asyncio.CancelledError:
-            service_host.send(self._writer, Request(number, "cancel"))
+            service_host.send(self.writer, Request(number, "cancel"))
             raise
         finally:
             del self._waiting[number], self._flags[number]
 
     async def end(self) -> None:
         """Lets the process leave its services and end; kills it if it does not."""
-        self._writer.close()
-        await asyncio.to_thread(self._process.join, END_SECONDS)
-        if self._process.exitcode is None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
+        self.writer.close()
+        await asyncio.to_thread(self.process.join, END_SECONDS)
+        if self.process.exitcode is None:
+            self.process.kill()
+            await asyncio.to_thread(self.process.join)
         if self._reading is not None:
             await cancel_and_wait(self._reading)
 
     async def _take_offer(self, reference: str, interpreter: Interpreter) -> None:
-        answer: Answer | None = await service_host.receive(self._reader)
+        answer: Answer | None = await service_host.receive(self.reader)
         if answer is None:
             raise ConfigError(
                 f"The process of the services of {reference!r} died at its start.",
@@ -249,7 +250,7 @@ class _HostProcess:
 
     async def _read(self) -> None:
         try:
-            while (message := await service_host.receive(self._reader)) is not None:
+            while (message := await service_host.receive(self.reader)) is not None:
                 if isinstance(message, Flagged):
                     self._flags.get(message.number, ignored)(message.word)
                 elif (answered := self._waiting.get(message.number)) and not answered.done():
@@ -272,8 +273,11 @@ _LARGEST_BATCH = 64
 _ATTEMPTS = 2
 
 
-def hosted_class(one: Installed, described: Description) -> type[Environment]:
-    """Returns the class that stands for an environment in the server."""
+def hosted_class(
+    one: Installed, described: Description, make: Callable[[str, dict[str, Any]], Environment]
+) -> type[Environment]:
+    """Returns the class that stands for an environment in the server. `make`: called with its name
+    and settings in its own interpreter."""
     interpreter = usable_interpreter(one)
     low, high = described.declared["reward_range"]
     members: dict[str, Any] = {
@@ -289,6 +293,7 @@ def hosted_class(one: Installed, described: Description) -> type[Environment]:
         "file": described.file,
         "interpreter": interpreter,
         "has_services": bool(described.needs_server),
+        "make": staticmethod(make),
     }
     if described.scores_groups:
         members["score_group"] = _asked("score_group")
@@ -309,14 +314,15 @@ class HostedEnvironment(Environment):
     file: ClassVar[str]
     interpreter: ClassVar[Interpreter]
     has_services: ClassVar[bool]
+    make: ClassVar[staticmethod[[str, dict[str, Any]], Environment]]
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)
-        arguments = (self.reference, self.config.model_dump(mode="json"))
-        self._host = _Host(self.interpreter, arguments)
+        make = partial(self.make, self.reference, self.config.model_dump(mode="json"))
+        self._host = _Host(self.interpreter, self.reference, make)
         settings, self.sandbox = self._host.call(host.made)
         self.config = self._completed_config(settings)
-        self.hosted = HostedServices(self.interpreter, *arguments)
+        self.hosted = HostedServices(self.interpreter, self.reference, make)
 
     def _completed_config(self, settings: dict[str, Any]) -> Any:
         """Returns the settings as the environment's own Config made them: it may derive some.
@@ -375,12 +381,15 @@ def _hook(name: str) -> Callable[[HostedEnvironment, ModelCall], Awaitable[None]
     return hook
 
 
+@dataclass(eq=False, repr=False)
 class _Host:
     """The host process of one instance; it starts at the first call, and again if it died."""
 
-    def __init__(self, interpreter: Interpreter, arguments: tuple[str, dict[str, Any]]) -> None:
-        self._interpreter = interpreter
-        self._arguments = arguments
+    interpreter: Interpreter
+    reference: str
+    make: _Make
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
 
@@ -393,11 +402,11 @@ class _Host:
             except ProcessExpired as error:
                 if attempt == _ATTEMPTS:
                     raise ConfigError(
-                        f"The process of the environment {self._arguments[0]!r} died while it "
+                        f"The process of the environment {self.reference!r} died while it "
                         f"answered (exit status {error.exitcode}).",
-                        hint=f"It runs in {self._interpreter.executable}.",
+                        hint=f"It runs in {self.interpreter.executable}.",
                     ) from error
-        return _value(answer, self._arguments[0])
+        return _value(answer, self.reference)
 
     def _started(self) -> ProcessPool:
         with self._lock:
@@ -405,8 +414,8 @@ class _Host:
                 self._pool = ProcessPool(
                     1,
                     initializer=host.start,
-                    initargs=self._arguments,
-                    context=InterpreterContext(self._interpreter),
+                    initargs=(self.make,),
+                    context=InterpreterContext(self.interpreter),
                 )
                 weakref.finalize(self, self._pool.stop)
             return self._pool

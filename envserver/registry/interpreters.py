@@ -18,22 +18,12 @@ from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_pop
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn, cast
 
-from .installed import Interpreter, usable_interpreter, with_own_interpreter
+from .installed import Interpreter
 
 SETTINGS = "ENVSERVER_"
 """Prefix of the server's environment variables, which these processes do not get."""
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 """Variables that lead to the server's libraries; its own interpreter must not follow them."""
-
-
-def interpreter_of(reference: str) -> Interpreter | None:
-    """Returns the interpreter that an environment needs; None: the one of this process."""
-    from . import absolute, entry_point_names
-
-    if reference in entry_point_names():
-        return None
-    one = with_own_interpreter().get(absolute(reference))
-    return usable_interpreter(one[0]) if one is not None else None
 
 
 def variables(server: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -90,22 +90,19 @@ def send(writer: asyncio.StreamWriter, message: Any) -> None:
     writer.write(data)
 
 
-def main(channel: socket.socket, reference: str, config: dict[str, Any]) -> None:
+def main(channel: socket.socket, make: Callable[[], Environment]) -> None:
     import structlog
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-    asyncio.run(_serve(channel, reference, config))
+    asyncio.run(_serve(channel, make))
 
 
-async def _serve(channel: socket.socket, reference: str, config: dict[str, Any]) -> None:
-    from . import find
-
+async def _serve(channel: socket.socket, make: Callable[[], Environment]) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     try:
         async with AsyncExitStack() as stack:
             try:
-                kind = find(reference)
-                environment = kind(kind.Config.model_validate(config))
+                environment = make()
                 services = await stack.enter_async_context(services_of(environment))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - the server shows it
                 send(writer, Answer(number=0, failure=failure_of(error)))

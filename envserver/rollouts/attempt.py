@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -61,6 +61,7 @@ from ..tokens.trace import pack_calls
 from ..workers.pool import Assignment, Spent
 from .costs import ScoringSpent, tokens_of
 from .policy import Untrained, is_stale, limit_of_death
+from .rewards import reward_error
 
 if TYPE_CHECKING:
     from .group import RolloutContext
@@ -139,24 +140,21 @@ def _resolved(
     try:
         agent = attempt.spec.agent(one.agent)
     except InputError as error:
-        _refuse(f"run.reward was called for the agent {one.agent!r}.", error.message)
+        said = f"run.reward was called for the agent {one.agent!r}."
+        raise reward_error(said, error.message) from error
     calls = answered.get(agent, [])
     whose = "" if agent is None else f" of {agent!r}"
     turn = one.turn
     if turn is None:
         turn = bisect.bisect([attempt.committed_at[call] for call in calls], one.at) - 1
         if turn < 0:
-            _refuse(f"run.reward was called before the first answer to a call{whose}.")
+            raise reward_error(f"run.reward was called before the first answer to a call{whose}.")
     elif not 0 <= turn < len(calls):
-        _refuse(
+        raise reward_error(
             f"run.reward was called for turn {turn}{whose}, which had {len(calls)}.",
             "Turns count the calls that the agent received an answer to, from 0.",
         )
     return TurnReward(turn, one.value, agent, calls[turn])
-
-
-def _refuse(message: str, hint: str = "") -> NoReturn:
-    raise RewardError(message, hint=hint, bug=f"A bug in the environment: {message} {hint}".strip())
 
 
 def timings_of(timeline: Timeline, calls: list[Call], rows: list[Sequence]) -> list[Timing]:

@@ -18,6 +18,7 @@ import structlog
 from envserver_records.errors import EngineError, EngineGarbage, EngineRefused
 from envserver_records.images import RowImage, images_of
 from envserver_records.records import Logprobs, Mask, Tokens, Trajectory
+from envserver_records.records import Sequence as Row
 from envserver_records.sampling import SamplingSpan
 from numpy.typing import NDArray
 
@@ -335,18 +336,26 @@ class AuditResult(msgspec.Struct, frozen=True):
 def rows_of(trajectory: Trajectory, held: dict[str, bytes]) -> Iterator[AuditedRow]:
     """Yields the rows of `trajectory`, numbered within it; `held`: images by their SHA-256."""
     for number, sequence in enumerate(trajectory.sequences):
-        yield AuditedRow(
-            tokens=sequence.tokens,
-            mask=sequence.mask,
-            logprobs=sequence.logprobs,
-            versions=sequence.versions,
-            flags=sequence.flags,
+        yield audited(
+            sequence,
+            images_of(sequence.images, held, len(sequence.tokens)),
             altered=is_altered(sequence.flags, {}) or not are_plain(sequence.sampling),
             group_id="",
             rollout_id=trajectory.rollout_id,
             number=number,
-            images=images_of(sequence.images, held, len(sequence.tokens)),
         )
+
+
+def audited(sequence: Row, images: list[RowImage], **facts: Any) -> AuditedRow:
+    return AuditedRow(
+        tokens=sequence.tokens,
+        mask=sequence.mask,
+        logprobs=sequence.logprobs,
+        versions=sequence.versions,
+        flags=sequence.flags,
+        images=images,
+        **facts,
+    )
 
 
 def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:

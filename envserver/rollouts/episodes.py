@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, Self
 
 import msgspec
@@ -69,35 +70,31 @@ class _Request:
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
 
+@dataclass(eq=False, repr=False)
 class Episode:
     """One rollout; made by `Episodes.begin`."""
 
-    def __init__(
-        self, context: RolloutContext, engine: PlayedEngine, task: Task, agent: str | None
-    ) -> None:
+    context: RolloutContext
+    engine: PlayedEngine
+    task: Task
+    agent: str | None
+
+    def __post_init__(self) -> None:
         self.id = f"episode-{uuid.uuid4().hex[:16]}"
-        self.task_id = task.id
-        self._context = context
-        self._engine = engine
-        self._task = task
-        self._agent = agent
-        self._asked: deque[_Request] = deque()
+        self.task_id = self.task.id
+        self._asked: asyncio.Queue[_Request | None] = asyncio.Queue()
+        """None: it is over."""
         self._latest: _Request | None = None
-        self._changed = asyncio.Event()
         self.work = asyncio.create_task(self._run(), name=self.id)
         self.work.add_done_callback(self._over)
 
     async def next(self) -> Asked | Outcome:
-        while True:
-            while self._asked:
-                request = self._asked.popleft()
-                if not request.answer.done():  # else the agent no longer waits for it
-                    self._latest = request
-                    return request.asked
-            if self.work.done():
-                return self.work.result()
-            self._changed.clear()
-            await self._changed.wait()
+        while (request := await self._asked.get()) is not None:
+            if not request.answer.done():  # else the agent no longer waits for it
+                self._latest = request
+                return request.asked
+        self._asked.put_nowait(None)
+        return self.work.result()
 
     def answer(self, message: Message) -> None:
         request, self._latest = self._latest, None
@@ -111,15 +108,15 @@ class Episode:
         await asyncio.wait({self.work})
 
     async def _run(self) -> Outcome:
-        context, rollout_id = self._context, f"{self.id}-r0"
-        with self._engine.played_by(rollout_id, self._ask):
+        context, rollout_id = self.context, f"{self.id}-r0"
+        with self.engine.played_by(rollout_id, self._ask):
             async with context.slots:
-                spec = attempt_spec(context, self._task, rollout_id, 1)
+                spec = attempt_spec(context, self.task, rollout_id, 1)
                 unwatched = msgspec.structs.replace(
                     context, staleness=StalenessMonitor(None), keep_calls=False
                 )
-                finished = await run_attempt(unwatched, _played(spec, self._agent))
-        score = await score_once(context.scorer, self._task, finished.result)
+                finished = await run_attempt(unwatched, _played(spec, self.agent))
+        score = await score_once(context.scorer, self.task, finished.result)
         score = context.scorer.delivered(score)
         reward = score.of_agent(next(iter(context.agents), None))
         if reward is None:
@@ -134,12 +131,11 @@ class Episode:
 
     async def _ask(self, asked: Asked) -> Message:
         request = _Request(asked)
-        self._asked.append(request)
-        self._changed.set()
+        self._asked.put_nowait(request)
         return await request.answer
 
     def _over(self, work: asyncio.Task[Outcome]) -> None:
-        self._changed.set()
+        self._asked.put_nowait(None)
         if not work.cancelled():
             work.exception()  # retrieved here, because no caller may
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -22,7 +23,7 @@ from envserver_records.records import Group, Usage
 from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
 from ..telemetry.redaction import redacted
-from .estimates import Scored
+from .estimates import Scored, scored_of
 from .policy import Alike, Drop, Untrained, is_bug
 from .stream import GroupRequest
 
@@ -101,6 +102,13 @@ class GroupDelivered(msgspec.Struct, frozen=True, kw_only=True):
 Event = RolloutFailed | RolloutScored | GroupDropped | GroupDelivered
 
 
+def scored_in(event: Event) -> Scored | None:
+    """Returns what a group that has ended says about its task."""
+    if isinstance(event, GroupDelivered):
+        return scored_of(event.group)
+    return event.scored if isinstance(event, GroupDropped) else None
+
+
 class Observer(Protocol):
     """Receives each event in order, on the event loop; must not block."""
 
@@ -173,6 +181,7 @@ _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 """Errors of code that knows the hidden part of the task, and may quote it."""
 
 
+@dataclass(eq=False, repr=False)
 class GroupFailures:
     """The failed attempts of one group, reported to the observer and kept for the group's record.
 
@@ -180,14 +189,15 @@ class GroupFailures:
     dropped, if a bug ended it before any rollout was scored.
     """
 
-    def __init__(self, observer: Observer, request: GroupRequest) -> None:
+    observer: Observer
+    request: GroupRequest
+
+    def __post_init__(self) -> None:
         self.seen: list[Failure] = []
         self.lost: Counter[str] = Counter()
         self.scored = 0
         self._errors: Counter[str] = Counter()
         self.bug: Drop | None = None
-        self._observer = observer
-        self._request = request
         self._attempts: Counter[int] = Counter()
         self._began: dict[int, float] = {}
         self._failed: defaultdict[int, list[FailedAttempt]] = defaultdict(list)
@@ -223,7 +233,7 @@ class GroupFailures:
 
     def add(self, number: int, error: RolloutError, *, final: bool) -> Failure:
         knows_hidden = isinstance(error, _SAW_HIDDEN)
-        failure = _safe(error.failure(), self._request.task.hidden if knows_hidden else {})
+        failure = _safe(error.failure(), self.request.task.hidden if knows_hidden else {})
         self.seen.append(failure)
         self._failed[number].append(
             FailedAttempt(
@@ -239,12 +249,12 @@ class GroupFailures:
             if is_bug(error) and not self.scored:
                 bug, missing = failure.detail["bug"], "missing" in error.detail
                 self.bug = Drop("incomplete", bug, True, bug=True, hopeless=missing)
-        self._observer(
+        self.observer(
             RolloutFailed(
-                group_id=self._request.group_id,
-                index=self._request.index,
-                task_id=self._request.task.id,
-                rollout_id=rollout_id_of(self._request, number),
+                group_id=self.request.group_id,
+                index=self.request.index,
+                task_id=self.request.task.id,
+                rollout_id=rollout_id_of(self.request, number),
                 attempt=self._attempts[number],
                 failure=failure,
                 final=final,

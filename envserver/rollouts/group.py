@@ -58,7 +58,6 @@ from .policy import (
     judge_losses,
     judge_trajectory,
     retry_delay_seconds,
-    rules_of,
     summed,
     untrained_of,
 )
@@ -99,7 +98,7 @@ class RolloutContext(msgspec.Struct, kw_only=True):
     actions: Actions
     keep_calls: bool
     need_exact: bool
-    drop_zero_variance: bool
+    rules: GroupRules
     observer: Observer
     staleness: StalenessMonitor
     slots: asyncio.Semaphore
@@ -128,11 +127,7 @@ async def make_group(
 
     A group stops early once it cannot be delivered. `rules`: default: the environment's.
     """
-    rules = rules or rules_of(
-        context.rollouts,
-        context.environment.config,
-        drop_zero_variance=context.drop_zero_variance,
-    )
+    rules = rules or context.rules
     failures = GroupFailures(context.observer, request)
     rollouts = await _rollouts(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
@@ -380,12 +375,7 @@ def _judged(
     rows = [row for item in kept.values() for row in item.sequences]
     versions = [int(row.versions[row.mask == 1].min()) for row in rows]
     delivered, images = shared(kept.values())
-    group = Group(
-        group_id=request.group_id,
-        index=request.index,
-        env=request.env,
-        task_id=request.task.id,
-        split=request.split,
+    group = request.group(
         trajectories=delivered,
         images=images,
         model=context.model,
@@ -394,8 +384,6 @@ def _judged(
         rendering=rendering_of(context.proxy, context.agents),
         services=shown,
         failures=failures.seen,
-        created_at=time.time(),
-        seed=request.seed,
         asked=rules.size,
         lost=dict(failures.lost),
         env_config=kept_config(context.environment.config) if context.keep_calls else {},

@@ -27,9 +27,10 @@ from .group import RolloutContext, make_group
 from .policy import Drop, GroupRules
 from .stream import GroupRequest, aside, request_for, tasks_of
 
-_MOST_TASKS: Final = 100_000
+MOST_TASKS: Final = 100_000
 _READ_AT_ONCE: Final = 256
 _MOST_NAMED: Final = 5
+_LONGEST_ID: Final = 100
 
 
 @dataclass
@@ -45,7 +46,7 @@ class TaskIndex:
     """The tasks of `environment`, by id."""
 
     def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+        self.environment = environment
         self._pages: dict[Split, _Page] = {}
 
     async def find(self, split: Split, task_ids: Sequence[str]) -> list[Task]:
@@ -54,9 +55,10 @@ class TaskIndex:
             await self._read_on(page, len(page.tasks) + 1)
         missing = [one for one in dict.fromkeys(task_ids) if one not in page.by_id]
         if missing:
-            named = ", ".join(missing[:_MOST_NAMED]) + (" ..." if missing[_MOST_NAMED:] else "")
+            shown = (repr(one[:_LONGEST_ID]) for one in missing[:_MOST_NAMED])
+            named = ", ".join(shown) + (" ..." if missing[_MOST_NAMED:] else "")
             raise NotFoundError(
-                f"{self._environment.name} has no task {named} among the first {len(page.tasks)} "
+                f"{self.environment.name} has no task {named} among the first {len(page.tasks)} "
                 f"of its split {split!r}.",
                 hint="GET /v1/tasks lists them.",
             )
@@ -70,16 +72,16 @@ class TaskIndex:
 
     def _page(self, split: Split) -> _Page:
         if split not in self._pages:
-            self._pages[split] = _Page(tasks_of(self._environment, split))
+            self._pages[split] = _Page(tasks_of(self.environment, split))
         return self._pages[split]
 
     async def _read_on(self, page: _Page, wanted: int) -> None:
         async with page.reading:
-            count = min(_READ_AT_ONCE, _MOST_TASKS - len(page.tasks))
+            count = min(_READ_AT_ONCE, MOST_TASKS - len(page.tasks))
             if page.is_whole or len(page.tasks) >= wanted:
                 return
             read = await aside(lambda: _take(page.stream, count))
-            page.is_whole = len(read) < count or len(page.tasks) + len(read) >= _MOST_TASKS
+            page.is_whole = len(read) < count or len(page.tasks) + len(read) >= MOST_TASKS
             page.tasks += read
             for task in read:
                 page.by_id.setdefault(task.id, task)
@@ -257,15 +259,5 @@ class Orders:
 
 
 def _nothing(request: GroupRequest, drop: Drop, order: GroupsOrder) -> Group:
-    return Group(
-        group_id=request.group_id,
-        index=request.index,
-        env=request.env,
-        task_id=request.task.id,
-        split=request.split,
-        trajectories=[],
-        created_at=time.time(),
-        seed=request.seed,
-        asked=order.group_size,
-        lost={drop.reason: order.group_size},
-    )
+    lost = {drop.reason: order.group_size}
+    return request.group(trajectories=[], asked=order.group_size, lost=lost)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import NoReturn
 
 import msgspec
-from envserver_records.errors import ConfigError, RewardError, ScorerError
+from envserver_records.errors import ConfigError, RewardError, RolloutError, ScorerError
 from envserver_records.tasks import Result, RewardRange, Score, TurnReward, with_totals
 
 from ..environment import AgentRole, Environment
@@ -199,26 +199,29 @@ def _known(rules: RewardRules) -> str:
     return f"It declares: {', '.join(rules.agents)}."
 
 
-def _reward(name: str, value: object) -> float:
-    if not isinstance(value, Real) or not math.isfinite(value):
-        _refuse(f"{name} = {str(value)[:50]}, which is not a finite number")
-    return float(value)
-
-
 def _refuse(what: str, hint: str = "", verb: str = "gave") -> NoReturn:
-    message = f"The scorer {verb} {what}."
-    raise RewardError(message, hint=hint, bug=f"A bug in the environment: {message} {hint}".strip())
+    raise reward_error(f"The scorer {verb} {what}.", hint)
+
+
+def reward_error(message: str, hint: str = "") -> RewardError:
+    bug = f"A bug in the environment: {message} {hint}".strip()
+    return RewardError(message, hint=hint, bug=bug)
 
 
 def _finite_numbers(field: str, values: object) -> dict[str, float]:
     if not isinstance(values, dict):
         raise ScorerError(f"The scorer gave {field} that are not a dict.")
-    return {str(name): _finite(f"{field}[{name!r}]", value) for name, value in values.items()}
+    return {
+        str(name): _finite(f"{field}[{name!r}]", value, ScorerError)
+        for name, value in values.items()
+    }
 
 
-def _finite(name: str, value: object) -> float:
+def _reward(name: str, value: object) -> float:
+    return _finite(name, value, reward_error)
+
+
+def _finite(name: str, value: object, error: Callable[[str], RolloutError]) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
-        raise ScorerError(
-            f"The scorer gave {name} = {str(value)[:50]}, which is not a finite number."
-        )
+        raise error(f"The scorer gave {name} = {str(value)[:50]}, which is not a finite number.")
     return float(value)

@@ -13,7 +13,8 @@ import heapq
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Final, Literal, Protocol
 
@@ -170,14 +171,17 @@ def _turns_before(turns: int, clocks: Floats, parts: Floats, most: Integers) -> 
     return until(early)
 
 
+@dataclass(eq=False, repr=False)
 class Turns:
     """Gives turns to the schedulers of a mix. `room`: maximum rollouts in flight, `wanted`: groups
     to deliver (None: no limit), all environments together."""
 
-    def __init__(self, shares: Shares, *, room: int, wanted: int | None = None) -> None:
-        self._shares = shares
-        self._room = room
-        self._wanted = wanted
+    shares: Shares
+    _: KW_ONLY
+    room: int
+    wanted: int | None = None
+
+    def __post_init__(self) -> None:
         self._asking: dict[str, tuple[int, asyncio.Future[bool]]] = {}
         self._silent_since: dict[str, float] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -194,7 +198,7 @@ class Turns:
         granted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._silent_since.pop(name, None)
         self._asking[name] = (size, granted)
-        self._shares.asks(name)
+        self.shares.asks(name)
         self._give()
         try:
             return await granted
@@ -211,7 +215,7 @@ class Turns:
         self._open -= 1
         self._delivered += how == "delivered"
         if how == "filtered":
-            self._shares.give_back(name, 1 - _FILTERED_COSTS)
+            self.shares.give_back(name, 1 - _FILTERED_COSTS)
         self._give()
 
     def left(self, name: str) -> None:
@@ -226,20 +230,20 @@ class Turns:
         # A caller cancelled a moment ago no longer asks, although its cancellation has not run yet.
         self._asking = {name: one for name, one in self._asking.items() if not one[1].done()}
         while self._asking:
-            if self._wanted is not None and self._delivered >= self._wanted:
+            if self.wanted is not None and self._delivered >= self.wanted:
                 self._answer(list(self._asking), False)
                 return
-            if self._wanted is not None and self._delivered + self._open >= self._wanted:
+            if self.wanted is not None and self._delivered + self._open >= self.wanted:
                 return
-            name = self._shares.next([*self._asking, *self._awaited()])
+            name = self.shares.next([*self._asking, *self._awaited()])
             if name not in self._asking:
                 late = self._silent_since[name] + PATIENCE_SECONDS
                 self._timer = asyncio.get_running_loop().call_at(late, self._give)
                 return
             size = self._asking[name][0]
-            if self._rollouts and self._rollouts + size > self._room:
+            if self._rollouts and self._rollouts + size > self.room:
                 return
-            self._shares.begin(name)
+            self.shares.begin(name)
             self._rollouts += size
             self._open += 1
             self._answer([name], True)
@@ -265,6 +269,22 @@ class Lane:
         self.left = partial(turns.left, name)
 
 
+def lanes(
+    shares: Sequence[Share], begun: Mapping[str, int], *, room: int, total: int | None
+) -> dict[str, Lane | None]:
+    """Returns the lane of each environment; None: it is alone, and needs no turns. `begun`: groups
+    of each so far, which count for `total`. `room`: see `Turns`."""
+    wanted = still_wanted(total, sum(begun.values()))
+    turns = Turns(Shares(targets(shares), begun), room=room, wanted=wanted)
+    takes_turns = len(shares) > 1 or total is not None
+    return {one.name: turns.lane(one.name) if takes_turns else None for one in shares}
+
+
+def still_wanted(groups: int | None, made: int) -> int | None:
+    """None: as many as there are."""
+    return None if groups is None else max(0, groups - made)
+
+
 log = structlog.get_logger()
 
 
@@ -286,6 +306,7 @@ class GroupMaker(Protocol):
     async def make(self, request: GroupRequest) -> Group | Drop: ...
 
 
+@dataclass(eq=False, repr=False)
 class Scheduler:
     """Runs groups until enough are delivered, the tasks end, or `drain` is called.
 
@@ -298,27 +319,18 @@ class Scheduler:
             in a row; otherwise pause with growing delays (a server outlives its engine).
     """
 
-    def __init__(
-        self,
-        context: GroupMaker,
-        requests: Iterator[GroupRequest],
-        sink: GroupSink,
-        *,
-        wanted: int | None,
-        stop_on_failures: bool,
-        lane: Lane | None = None,
-        opened: Callable[[int], object] | None = None,
-        counted: Callable[[Scored], Awaitable[None]] | None = None,
-    ) -> None:
-        self._context = context
-        self._requests = requests
-        self._sink = sink
-        self._wanted = wanted
-        self._stop_on_failures = stop_on_failures
-        self._lane = lane
-        self._opened = opened
-        self._counted = counted
-        self._size = context.environment.config.group_size
+    context: GroupMaker
+    requests: Iterator[GroupRequest]
+    sink: GroupSink
+    _: KW_ONLY
+    wanted: int | None
+    stop_on_failures: bool
+    lane: Lane | None = None
+    opened: Callable[[int], object] | None = None
+    counted: Callable[[Scored], Awaitable[None]] | None = None
+
+    def __post_init__(self) -> None:
+        self._size = self.context.environment.config.group_size
         self._draining = asyncio.Event()
         self._open: set[asyncio.Task[Ending]] = set()
         self._delivering: set[asyncio.Task[Any]] = set()
@@ -347,9 +359,9 @@ class Scheduler:
         self._draining.set()
 
     async def run(self) -> None:
-        most = max(1, self._context.rollouts.max_concurrent // self._size) + 1
+        most = max(1, self.context.rollouts.max_concurrent // self._size) + 1
         try:
-            while not self._draining.is_set() and self.delivered != self._wanted:
+            while not self._draining.is_set() and self.delivered != self.wanted:
                 await self._pause_after_failures()
                 await self._until_fewer_than(most)
                 if not self._is_wanting() or not await self._has_capacity():
@@ -357,38 +369,38 @@ class Scheduler:
                 request = await self._next_request()
                 if request is None:
                     break
-                if await self._sink.known([request.group_id]):
+                if await self.sink.known([request.group_id]):
                     continue
                 if not await self._has_turn():
                     break
                 self._start(request)
-            if self._lane is not None:
-                self._lane.left()
+            if self.lane is not None:
+                self.lane.left()
             await self._until_fewer_than(1)
-            if self._bug is not None and self._stop_on_failures:
+            if self._bug is not None and self.stop_on_failures:
                 raise self._bug
         except EnvserverError:
-            if self._stop_on_failures and self._delivering:
+            if self.stop_on_failures and self._delivering:
                 # What is made is not lost to another's failure.
                 await asyncio.wait(self._delivering)
             raise
         finally:
-            if self._lane is not None:
-                self._lane.left()
+            if self.lane is not None:
+                self.lane.left()
             await cancel_and_wait(*self._open)
 
     def _start(self, request: GroupRequest) -> None:
         group = asyncio.create_task(self._one(request), name=request.group_id)
         self._open.add(group)
-        if self._opened is not None:
-            opened = self._opened
+        if self.opened is not None:
+            opened = self.opened
             opened(1)
             group.add_done_callback(lambda _: opened(-1))
-        if self._lane is not None:  # also of a group that is cancelled before its first step
+        if self.lane is not None:  # also of a group that is cancelled before its first step
             group.add_done_callback(self._return_turn)
 
     def _is_wanting(self) -> bool:
-        return self._wanted is None or self.delivered + len(self._open) < self._wanted
+        return self.wanted is None or self.delivered + len(self._open) < self.wanted
 
     async def _until_fewer_than(self, most: int) -> None:
         self._reap()
@@ -415,38 +427,38 @@ class Scheduler:
             await cancel_and_wait(waiting, drain)
 
     async def _has_capacity(self) -> bool:
-        room = asyncio.create_task(self._sink.wait_for_capacity())
+        room = asyncio.create_task(self.sink.wait_for_capacity())
         arrives = await self._arrives(room, self._open)
         if not room.cancelled():
             room.result()
         return arrives
 
     async def _next_request(self) -> GroupRequest | None:
-        reading = read(self._requests)
+        reading = read(self.requests)
         return reading.result() if await self._arrives(reading) else None
 
     async def _has_turn(self) -> bool:
         """Waits for the turn of the next group; False if none is wanted or the run is drained."""
-        if self._lane is None:
+        if self.lane is None:
             return True
-        turn = asyncio.create_task(self._lane.take(self._size))
+        turn = asyncio.create_task(self.lane.take(self._size))
         used = False
         try:
             used = await self._arrives(turn)
             return used and turn.result()
         finally:
             if not used and (await cancel_and_wait(turn))[0] is True:
-                self._lane.ended(self._size, "failed")
+                self.lane.ended(self._size, "failed")
 
     def _return_turn(self, group: asyncio.Task[Ending]) -> None:
-        assert self._lane is not None
+        assert self.lane is not None
         failed = group.cancelled() or group.exception() is not None
-        self._lane.ended(self._size, "failed" if failed else group.result())
+        self.lane.ended(self._size, "failed" if failed else group.result())
 
     async def _one(self, request: GroupRequest) -> Ending:
         bind_contextvars(group_id=request.group_id, env=request.env)
         with gathered() as traces:
-            made = await self._context.make(request)
+            made = await self.context.make(request)
         if isinstance(made, Drop):
             await self._count(made)
             self._dropped(request, made)
@@ -463,22 +475,22 @@ class Scheduler:
         self._works, self._bug = True, None
         self._reasons.clear()
         self.delivered += 1
-        self._context.observer(GroupDelivered(group=made))
+        self.context.observer(GroupDelivered(group=made))
         return "delivered"
 
     async def _count(self, drop: Drop) -> None:
         """Stores the result for the curriculum; if the store fails, only an estimate is lost."""
-        if drop.scored is None or self._counted is None:
+        if drop.scored is None or self.counted is None:
             return
         try:
-            await self._counted(drop.scored)
+            await self.counted(drop.scored)
         except StoreError as error:
             log.warning("group.not_counted", group_id=drop.scored.group_id, error=str(error))
 
     def _dropped(self, request: GroupRequest, drop: Drop) -> None:
-        self._context.observer(dropped(request, drop))
-        if drop.reason == "untrained" and self._stop_on_failures:
-            raise TooMuchUntrained(drop.message, hint=self._context.ceiling.hint())
+        self.context.observer(dropped(request, drop))
+        if drop.reason == "untrained" and self.stop_on_failures:
+            raise TooMuchUntrained(drop.message, hint=self.context.ceiling.hint())
         self._judge_bug(drop)
         self._dropped_in_a_row += 1
         self._failed_in_a_row = self._failed_in_a_row + 1 if drop.failed else 0
@@ -491,10 +503,10 @@ class Scheduler:
 
         A run whose first groups are all too long ends like one whose first groups all failed.
         """
-        limits, dropped = self._context.rollouts, self._dropped_in_a_row
+        limits, dropped = self.context.rollouts, self._dropped_in_a_row
         reason, count = self._reasons.most_common(1)[0]
         none_yet = not self.delivered and dropped == limits.stop_after_failed_groups
-        if self._stop_on_failures and (
+        if self.stop_on_failures and (
             self._failed_in_a_row >= limits.stop_after_failed_groups
             or dropped >= limits.stop_after_dropped_groups
             or (none_yet and (reason, count) == ("too_long", dropped))
@@ -528,11 +540,11 @@ class Scheduler:
             return
         again = self._bug is not None
         self._bug = AllFailed(drop.message, hint="The failures file has the traceback.")
-        if self._stop_on_failures and (again or drop.hopeless):
+        if self.stop_on_failures and (again or drop.hopeless):
             raise self._bug
 
     async def _pause_after_failures(self) -> None:
-        if self._failed_in_a_row and not self._stop_on_failures:
+        if self._failed_in_a_row and not self.stop_on_failures:
             seconds = retry_delay_seconds(self._failed_in_a_row, random.random())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._draining.wait(), seconds)
@@ -545,10 +557,10 @@ class Scheduler:
         tries = 0
         while True:
             try:
-                await self._sink.put(group)
+                await self.sink.put(group)
             except StoreError as error:
                 tries += 1
-                if self._stop_on_failures and tries >= 3:
+                if self.stop_on_failures and tries >= 3:
                     raise
                 log.error("group.not_stored", group_id=group.group_id, error=str(error))
                 await asyncio.sleep(retry_delay_seconds(tries, random.random()))

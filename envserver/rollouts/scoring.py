@@ -15,8 +15,8 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, resource_tracker, util
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from multiprocessing.process import BaseProcess
@@ -39,13 +39,8 @@ from envserver_records.records import Result, Score, Task
 from ..environment import Environment
 from ..judges.client import JudgeAddress
 from ..judges.server import JudgeServer
-from ..registry.interpreters import (
-    SETTINGS,
-    InterpreterContext,
-    dumped,
-    interpreter_of,
-    start_method_stays,
-)
+from ..registry import interpreter_of
+from ..registry.interpreters import SETTINGS, InterpreterContext, dumped, start_method_stays
 from ..sandbox.maker import SandboxAddress
 from ..sandbox.places import folder_for_sockets
 from . import scorer_process
@@ -366,7 +361,8 @@ class ScorerPool:
             cpu_seconds=math.inf, timeout_seconds=START_TIMEOUT_SECONDS
         )  # until the environment is loaded
         self._declared = declared
-        self._rules: RewardRules | None = None
+        self.rules: RewardRules
+        """Known once the context is entered."""
         self.needs_token_ids = False
         """Whether scores need `Result.completion_ids`; known once the context is entered."""
 
@@ -374,15 +370,12 @@ class ScorerPool:
         check_working_directory()
         calls = (s.call(scorer_process.declared, (), self._limits) for s in self._scorers)
         try:
-            answers = await asyncio.gather(*calls)
-            declared: Declared | None = self._declared
-            for answer in answers:
-                declared = _value(answer)
+            answers = [_value(answer) for answer in await asyncio.gather(*calls)]
         except BaseException:
             await self._close()
             raise
-        assert declared is not None
-        self._limits, self._rules = declared.limits, declared.rewards
+        declared: Declared = (answers or [self._declared])[-1]
+        self._limits, self.rules = declared.limits, declared.rewards
         self.needs_token_ids = declared.token_ids
         for scorer in self._scorers:
             self._free.put_nowait(scorer)
@@ -390,11 +383,6 @@ class ScorerPool:
 
     async def __aexit__(self, *_: object) -> None:
         await self._close()
-
-    @property
-    def rules(self) -> RewardRules:
-        assert self._rules is not None
-        return self._rules
 
     def delivered(self, score: Score) -> Score:
         return delivered_score(score, self.rules)
@@ -481,21 +469,14 @@ class ScorerPool:
         spent: ScoringSpent | None = None,
         limits: ScoreLimits | None = None,
     ) -> ScorerAnswer:
-        async with self._free_scorer() as scorer:
-            started = time.monotonic()
-            try:
-                return await scorer.call(function, args, limits or self._limits)
-            finally:
-                judged = scorer.take_judge_usage()
-                if spent is not None:
-                    spent.add(time.monotonic() - started, judged)
-
-    @asynccontextmanager
-    async def _free_scorer(self) -> AsyncIterator[_Scorer]:
         scorer = await self._free.get()
+        started = time.monotonic()
         try:
-            yield scorer
+            return await scorer.call(function, args, limits or self._limits)
         finally:
+            judged = scorer.take_judge_usage()
+            if spent is not None:
+                spent.add(time.monotonic() - started, judged)
             self._free.put_nowait(scorer)
 
     async def _close(self) -> None:

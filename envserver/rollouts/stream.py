@@ -7,21 +7,19 @@ import concurrent.futures
 import hashlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.packing import pack
+from envserver_records.records import Group
 from envserver_records.tasks import Split, Task
 
 from ..environment import Environment
 from ..tools.calling import place_of
-
-if TYPE_CHECKING:
-    from ..environment import Environment
-
 
 T = TypeVar("T")
 
@@ -38,6 +36,19 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     task: Task
     chosen: dict[str, Any] = {}
+
+    def group(self, **facts: Any) -> Group:
+        """Returns the group that was made of it."""
+        return Group(
+            group_id=self.group_id,
+            index=self.index,
+            env=self.env,
+            task_id=self.task.id,
+            split=self.split,
+            seed=self.seed,
+            created_at=time.time(),
+            **facts,
+        )
 
 
 def id_prefix(environment: Environment) -> str:

@@ -12,14 +12,15 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final
 
 import msgspec
 from envserver_records.records import Task
 
 from ..settings.runs import CurriculumConfig
-from .estimates import UNTRIED, Estimate, Scored, as_of, scored_of, updated
-from .events import Event, GroupDelivered, GroupDropped
+from .estimates import UNTRIED, Estimate, as_of, updated
+from .events import Event, scored_in
 from .stream import GroupRequest, again_prefix, group_id, stream_prefix
 
 # A run's stream of tasks is the environment's own order, with earlier tasks mixed in:
@@ -158,6 +159,7 @@ class _Remembered(msgspec.Struct):
     drawn: int
 
 
+@dataclass(eq=False, repr=False)
 class TaskStream:
     """See the module. Iterate `requests` in one thread at a time; `observe` may run concurrently.
 
@@ -168,22 +170,16 @@ class TaskStream:
         version: returns the published policy version, -1 for none.
     """
 
-    def __init__(
-        self,
-        rules: CurriculumConfig,
-        *,
-        look: Callable[[list[GroupRequest]], Known],
-        counts: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        seed: int = 0,
-        version: Callable[[], int] = lambda: -1,
-    ) -> None:
-        self._rules = rules
-        self._look = look
-        self._counts = counts
+    rules: CurriculumConfig
+    _: KW_ONLY
+    look: Callable[[list[GroupRequest]], Known]
+    counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    seed: int = 0
+    version: Callable[[], int] = lambda: -1
+
+    def __post_init__(self) -> None:
         self._left = self._again = 0
-        self._seed = seed
-        self._rng = random.Random(seed)
-        self._version = version
+        self._rng = random.Random(self.seed)
         self._number = 0
         self._remembered: dict[str, _Remembered] = {}
         self._latest: OrderedDict[str, bool] = OrderedDict()
@@ -202,8 +198,8 @@ class TaskStream:
 
     def requests(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
         """Yields the stream over the environment's own order `own`; it ends when `own` does."""
-        self._left, self._again = self._counts()
-        self._rng = random.Random(f"{self._seed}/{self._left}/{self._again}")
+        self._left, self._again = self.counts()
+        self._rng = random.Random(f"{self.seed}/{self._left}/{self._again}")
         unmade = self._unmade(own)
         last: GroupRequest | None = None
         while True:
@@ -217,17 +213,13 @@ class TaskStream:
             yield request
 
     def observe(self, event: Event) -> None:
-        news: Scored | None = None
-        if isinstance(event, GroupDelivered):
-            news = scored_of(event.group)
-        elif isinstance(event, GroupDropped):
-            news = event.scored
+        news = scored_in(event)
         if news is None:
             return
         with self._lock:
             one = self._remembered.get(news.task_id)
             if one is not None:
-                one.estimate = updated(one.estimate or UNTRIED, news, self._rules.discount)
+                one.estimate = updated(one.estimate or UNTRIED, news, self.rules.discount)
             self._latest.pop(news.task_id, None)
             self._latest[news.task_id] = news.rewards > news.attempts / 2
             if len(self._latest) > _LATEST:
@@ -235,7 +227,7 @@ class TaskStream:
 
     def _one_again(self, last: GroupRequest) -> GroupRequest | None:
         with self._lock:
-            task_id = choose(self._candidates(), self._rules, self._rng, self._number)
+            task_id = choose(self._candidates(), self.rules, self._rng, self._number)
             if task_id is None:
                 return None
             one = self._remembered[task_id]
@@ -248,7 +240,7 @@ class TaskStream:
             group_id=group_id(prefix, index, task_id),
             index=index,
             task=one.task,
-            chosen=self._chosen(self._rules.sampler, one.estimate),
+            chosen=self._chosen(self.rules.sampler, one.estimate),
         )
 
     def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
@@ -258,7 +250,7 @@ class TaskStream:
             ahead = list(itertools.islice(own, max(1, min(_ASKED_AT_ONCE, self._left))))
             if not ahead:
                 return
-            known = self._look(ahead)
+            known = self.look(ahead)
             for request in ahead:
                 estimate = known.estimates.get(request.task.id)
                 if estimate is not None:
@@ -266,7 +258,7 @@ class TaskStream:
                 if request.group_id in known.made:
                     self._left -= 1
                 elif passed < _PASSED_OVER_AT_MOST and is_passed_over(
-                    self._now(estimate), self._rules, self._rng
+                    self._now(estimate), self.rules, self._rng
                 ):
                     passed += 1
                     self.passed_over += 1
@@ -282,7 +274,7 @@ class TaskStream:
     def _now(self, estimate: Estimate | None) -> Estimate | None:
         if estimate is None:
             return None
-        return as_of(estimate, self._version(), self._rules.discount)
+        return as_of(estimate, self.version(), self.rules.discount)
 
     def _candidates(self) -> list[Candidate]:
         return [
@@ -293,7 +285,7 @@ class TaskStream:
     def _remember(
         self, request: GroupRequest, estimate: Estimate | None, drawn: int | None = None
     ) -> None:
-        if self._rules.sampler == "uniform":
+        if self.rules.sampler == "uniform":
             return
         task = request.task
         # What was scored before a restart has rested; it waits in the environment's order.
@@ -303,11 +295,11 @@ class TaskStream:
             one.task = task
             one.estimate = estimate or one.estimate
             one.drawn = one.drawn if drawn is None else drawn
-            if len(self._remembered) > self._rules.memory:
+            if len(self._remembered) > self.rules.memory:
                 self._forget(task.id)
 
     def _forget(self, keep: str) -> None:
         """Forgets several tasks at once, because choosing them looks at all."""
         others = [one for one in self._candidates() if one.task_id != keep]
-        for task_id in to_forget(others, self._rules, max(1, self._rules.memory // _FORGOTTEN)):
+        for task_id in to_forget(others, self.rules, max(1, self.rules.memory // _FORGOTTEN)):
             del self._remembered[task_id]

@@ -312,7 +312,7 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 async def _named_task(asking: Asking) -> Task:
     spec, environment = asking.spec, asking.environment
-    finder = TaskFinder.of(environment, spec.reference)
+    finder = TaskFinder(environment)
     name = spec.settings.task or ""
     if not spec.settings.debug:
         return await finder.find(name)

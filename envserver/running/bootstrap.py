@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -37,46 +38,40 @@ _DATABASE_SECONDS: Final = 60.0
 """How long a PostgreSQL may take to start that was started together with this server."""
 
 
+@dataclass(eq=False, repr=False)
 class BootstrapServer:
-    def __init__(
-        self,
-        store: Store,
-        health: Health,
-        lag: LoopLag,
-        app: BootstrapApp,
-        server: RunningServer,
-        leads: Leadership | None = None,
-    ) -> None:
-        self.store = store
-        self.health = health
+    store: Store
+    health: Health
+    lag: LoopLag
+    app: BootstrapApp
+    server: RunningServer
+    leads: Leadership | None = None
+
+    def __post_init__(self) -> None:
         self.metrics = Metrics()
         self.live = Live()
-        self.metrics.watch(lag, health)
-        self._lag = lag
-        self._app = app
-        self._server = server
-        self._leads = leads
-        if leads is not None:
-            self.metrics.add(partial(leads_metric, leads))
+        self.metrics.watch(self.lag, self.health)
+        if self.leads is not None:
+            self.metrics.add(partial(leads_metric, self.leads))
 
     @property
     def port(self) -> int:
-        return self._server.port
+        return self.server.port
 
     @property
     def url(self) -> str:
-        return self._server.url
+        return self.server.url
 
     async def open(self, api: ASGIApp) -> None:
-        owner = None if self._leads is None else self._leads.owner
-        await self._app.open(FromFollowers(api, owner))
+        owner = None if self.leads is None else self.leads.owner
+        await self.app.open(FromFollowers(api, owner))
         self.health.found(_ROUTES)
-        if self._leads is not None:
-            self._leads.answer()
-        self._lag.begin_anew()
+        if self.leads is not None:
+            self.leads.answer()
+        self.lag.begin_anew()
 
     def facts(self) -> dict[str, Any]:
-        return {} if self._leads is None else {"leader": self._leads.facts()}
+        return {} if self.leads is None else {"leader": self.leads.facts()}
 
     def alarm_facts(self, demand: Demand, store: str) -> AlarmFacts:
         return AlarmFacts(
@@ -91,8 +86,8 @@ class BootstrapServer:
 
     async def close(self) -> None:
         """Answers waiting requests and takes no others; may be called twice."""
-        self._app.close()
-        await self._server.close()
+        self.app.close()
+        await self.server.close()
 
 
 @contextlib.asynccontextmanager

@@ -28,7 +28,6 @@ from envserver_records.records import Message, Task, text_of
 from ..environment import Environment
 from ..judges.server import JudgeServer
 from ..models.catalogue import find_tokenizer
-from ..registry import absolute
 from ..rollouts.attempt import Finished
 from ..rollouts.check_data import (
     ORDERS,
@@ -45,18 +44,22 @@ from ..rollouts.rewards import range_of
 from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
-from ..sandbox.opening import WatchedSandboxes
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..tokens.vocabulary import Vocabulary
 from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
-from .scoring import open_scorers
+from .scoring import in_sandboxes_of, open_scorers
 
 MOST_SOLVED_BY_CHEATS = 0.25
 """Largest share of tasks that a cheat may solve: to refuse is right for some."""
 _AT_A_TIME = 8
 _EPSILON = 1e-9
+
+
+MOST_ROWS = 100_000
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is done ("results", "plays"), how many are done, and of how many."""
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,17 +134,21 @@ class _Players:
         return said
 
 
-async def play(
-    settings: Settings,
+async def _play(
+    spec: RunSpec[CheckSettings],
     environment: Environment,
-    reference: str,
     tasks: Sequence[Task],
-    *,
-    most_wrong: int,
     judge: JudgeServer | None,
-    progress: Callable[[int, int], None],
+    progress: OnProgress,
 ) -> Plays:
-    """Plays all tasks by demonstration, and the first `most_wrong` in all other ways."""
+    """Plays all tasks by demonstration, and the first `--plays` in all other ways."""
+    checked = spec.settings
+    settings = Settings(
+        sandbox=checked.sandbox,
+        workers=checked.workers,
+        judge=checked.judge,
+        rollouts=RolloutsConfig(scorer_processes=checked.processes),
+    ).model_copy(update={"env": checked.env, "environment": checked.environment})
     solver = RolloutSolver()
     players = _Players(solver)
     sim = SimEngine(SimConfig(latency_seconds=0.0), speaker=players)
@@ -150,12 +157,12 @@ async def play(
     plan = [
         (number, name, task)
         for number, (name, way) in enumerate(WAYS.items())
-        for task in _tasks_of(name, way, tasks, known, most_wrong)
+        for task in _tasks_of(name, way, tasks, known, checked.plays)
     ]
     async with played_context(
         settings,
         environment,
-        reference,
+        spec.reference,
         sim,
         "sim",
         judge,
@@ -171,7 +178,7 @@ async def play(
             async with slots:
                 await plays.play(f"check-{number}-{index:06d}-r0", name, task)
             done += 1
-            progress(done, len(plan))
+            progress("plays", done, len(plan))
 
         async with asyncio.TaskGroup() as group:
             for index, (number, name, task) in enumerate(plan):
@@ -276,39 +283,34 @@ def _before_answers(messages: list[Message]) -> list[Message]:
     return messages[: roles.index("assistant")] if "assistant" in roles else messages
 
 
-MOST_ROWS = 100_000
-OnProgress = Callable[[str, int, int], None]
-"""Called with what is done ("results", "plays"), how many are done, and of how many."""
-
-
 async def check_environment(
     spec: RunSpec[CheckSettings], progress: OnProgress
 ) -> EnvironmentReport:
     settings = spec.settings
     costs: list[tuple[float, float]] = []
     async with open_scorers(
-        absolute(spec.reference),
-        spec.make_environment(),
-        settings.env.model_dump(mode="json"),
-        settings.processes,
-        settings.sandbox,
-        settings.judge,
+        spec,
         Path("data"),
         spent=lambda seconds, cpu_seconds: costs.append((seconds, cpu_seconds)),
     ) as opened:
 
         def fresh(spec: RunSpec[CheckSettings] = spec) -> Environment:
-            environment = spec.make_environment()
-            if opened.address is not None:
-                environment.sandboxes = WatchedSandboxes(opened.address)
-            return environment
+            return in_sandboxes_of(opened.environment, spec.make_environment())
+
+        async def play(tasks: list[Task]) -> Plays:
+            if not settings.plays:
+                return Plays()
+            try:
+                return await _play(spec, fresh(), tasks, opened.judge, progress)
+            except EnvserverError as error:
+                return Plays(problems=[f"Its rollouts cannot be run: {error}"])
 
         report = await check(
             fresh,
             opened.pool,
             most_tasks=settings.tasks,
             rows=await asyncio.to_thread(_rows_to_check, spec, fresh),
-            play=lambda tasks: _play(spec, fresh(), tasks, opened.judge, progress),
+            play=play,
             progress=lambda done, of: progress("results", done, of),
         )
     report.scoring = _cost(costs, spec.environment_class.score_cpu_seconds)
@@ -359,36 +361,6 @@ def _evaluation_set(
         environment.source = Source(held_out)  # type: ignore[misc]
     _, origins = watched_rows(environment)
     return placed(first_tasks(environment, MOST_ROWS), origins)
-
-
-async def _play(
-    spec: RunSpec[CheckSettings],
-    environment: Environment,
-    tasks: list[Task],
-    judge: JudgeServer | None,
-    progress: OnProgress,
-) -> Plays:
-    checked = spec.settings
-    if not checked.plays:
-        return Plays()
-    settings = Settings(
-        sandbox=checked.sandbox,
-        workers=checked.workers,
-        judge=checked.judge,
-        rollouts=RolloutsConfig(scorer_processes=checked.processes),
-    ).model_copy(update={"env": checked.env, "environment": checked.environment})
-    try:
-        return await play(
-            settings,
-            environment,
-            spec.reference,
-            tasks,
-            most_wrong=checked.plays,
-            judge=judge,
-            progress=lambda done, of: progress("plays", done, of),
-        )
-    except EnvserverError as error:
-        return Plays(problems=[f"Its rollouts cannot be run: {error}"])
 
 
 def _cost(costs: list[tuple[float, float]], limit: float) -> ScoringCost | None:

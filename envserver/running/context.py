@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -35,7 +34,7 @@ from ..rollouts.agents import Demonstrator, seats_of
 from ..rollouts.attempt import StalenessMonitor
 from ..rollouts.events import Observer
 from ..rollouts.group import RolloutContext
-from ..rollouts.policy import UntrainedCeiling
+from ..rollouts.policy import UntrainedCeiling, rules_of
 from ..rollouts.provenance import made_with
 from ..rollouts.rewards import roles_of
 from ..rollouts.scorer_process import declared_by
@@ -85,22 +84,6 @@ async def tracer_of(config: TelemetryConfig) -> AsyncIterator[Tracer]:
         yield tracer
 
 
-_RESERVED_MB: Final = 1 << 20
-"""Engines of JavaScript reserve up to hundreds of GB that they never use."""
-
-
-@dataclass(frozen=True)
-class ChosenHarness:
-    """The program of a run; `folder`: where it is installed here, "": nowhere that sandboxes do
-    not see."""
-
-    spec: HarnessSpec
-    folder: str = ""
-
-    def sandbox(self) -> dict[str, Any]:
-        return {"shown": self.folder, "reserved_mb": _RESERVED_MB}
-
-
 def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
     if not config.is_set:
         return environment.isolation
@@ -114,12 +97,15 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
     return "dedicated" if config.url is not None else "sandboxed"
 
 
-def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> ChosenHarness | None:
+def chosen_harness(
+    config: HarnessConfig, service: SandboxSource | None
+) -> tuple[HarnessSpec | None, str]:
+    """Returns the program of a run, and the folder where it is installed here ("": nowhere that
+    sandboxes do not see)."""
     if not config.is_set:
-        return None
+        return None, ""
     if config.url is not None:
-        spec = HarnessSpec(name="url", url=config.url, base_url=config.base_url or "")
-        return ChosenHarness(spec)
+        return HarnessSpec(name="url", url=config.url, base_url=config.base_url or ""), ""
     if config.command is not None:
         name, version = "command", ""
         folder = str(config.folder.resolve()) if config.folder is not None else ""
@@ -139,12 +125,12 @@ def chosen_harness(config: HarnessConfig, service: SandboxSource | None) -> Chos
         arguments=config.arguments,
         output_bytes=config.output_kb << 10,
     )
-    return ChosenHarness(spec, folder)
+    return spec, folder
 
 
 def identity_of(config: HarnessConfig) -> dict[str, str]:
-    chosen = chosen_harness(config, None)
-    return {} if chosen is None else chosen.spec.identity()
+    harness, _ = chosen_harness(config, None)
+    return {} if harness is None else harness.identity()
 
 
 _log = structlog.get_logger("envserver.egress")
@@ -167,8 +153,8 @@ class SharedEngine(msgspec.Struct, frozen=True):
 async def shared_engine(
     settings: Settings,
     *,
-    need_engine: bool,
-    need_exact: bool,
+    need_engine: bool = True,
+    need_exact: bool = False,
     gate: Gate | None = None,
     folder: Path | None = None,
 ) -> AsyncIterator[SharedEngine]:
@@ -214,7 +200,6 @@ async def rollout_context(
     shared: SharedEngine | None = None,
     played: PlayedEngine | None = None,
     is_up: Callable[[str], None] = lambda part: None,
-    egress_addresses_for_tests: Mapping[str, str] | None = None,
 ) -> AsyncIterator[RolloutContext]:
     """Starts everything that running rollouts needs.
 
@@ -232,7 +217,7 @@ async def rollout_context(
         service = await stack.enter_async_context(
             sandboxes_of(environment, settings.sandbox, isolation)
         )
-        harness = chosen_harness(settings.agent, service)
+        harness, folder = chosen_harness(settings.agent, service)
         address = service.address if service is not None else None
         if shared is None:
             shared = await stack.enter_async_context(
@@ -245,7 +230,7 @@ async def rollout_context(
         if need_engine or need_exact:
             await _check_own(own, roles, need_exact)
         sandboxes = await stack.enter_async_context(sandboxes_at(address)) if address else None
-        egress = _egress(settings.workers, environment, egress_addresses_for_tests)
+        egress = _egress(settings.workers, environment)
         host = trying = None
         if sandboxes is not None and environment.sandbox is not None:
             trying = await stack.enter_async_context(
@@ -288,7 +273,13 @@ async def rollout_context(
             settings.workers,
             [reference],
             sandbox=_worker_sandbox(
-                settings.workers, environment.name, isolation, service, server.port, harness
+                settings.workers,
+                environment.name,
+                isolation,
+                service,
+                server.port,
+                # Engines of JavaScript reserve up to hundreds of GB that they never use.
+                {} if harness is None else {"shown": folder, "reserved_mb": 1 << 20},
             ),
             listen=server.serve_worker,
         )
@@ -301,7 +292,7 @@ async def rollout_context(
         yield RolloutContext(
             environment=environment,
             isolation=isolation,
-            harness=harness.spec if harness is not None else None,
+            harness=harness,
             env_reference=reference,
             engine=engine,
             proxy=proxy,
@@ -321,7 +312,9 @@ async def rollout_context(
             actions=chosen(settings.tokens.train, settings.tokens.mask, settings.tokens.drop),
             keep_calls=settings.tokens.keep_calls,
             need_exact=need_exact,
-            drop_zero_variance=drop_zero_variance,
+            rules=rules_of(
+                settings.rollouts, environment.config, drop_zero_variance=drop_zero_variance
+            ),
             observer=observer,
             staleness=StalenessMonitor(
                 settings.rollouts.max_staleness
@@ -335,7 +328,7 @@ async def rollout_context(
                 environment,
                 settings.sampling,
                 settings.tokens,
-                None if harness is None else harness.spec,
+                harness,
             ),
             ceiling=UntrainedCeiling(
                 settings.tokens.max_untrained_share if for_training else 1.0,
@@ -377,15 +370,12 @@ async def played_context(
             yield context
 
 
-def _egress(
-    config: WorkersConfig, environment: Environment, addresses: Mapping[str, str] | None
-) -> Egress | None:
+def _egress(config: WorkersConfig, environment: Environment) -> Egress | None:
     if not environment.egress:
         return None
-    rules = EgressRules(environment.egress, addresses_for_tests=addresses)
     _log.info("egress", environment=environment.name, hosts=list(environment.egress))
     return Egress(
-        rules,
+        EgressRules(environment.egress),
         max_requests=config.max_egress_requests,
         max_bytes=int(config.max_egress_mb * 1_000_000),
     )
@@ -397,7 +387,7 @@ def _worker_sandbox(
     isolation: Isolation,
     service: SandboxSource | None,
     port: int,
-    harness: ChosenHarness | None,
+    of_harness: Mapping[str, Any],
 ) -> WorkerSandbox | None:
     if isolation != "sandboxed" or service is None:
         return None
@@ -413,7 +403,7 @@ def _worker_sandbox(
         memory_mb=config.memory_mb,
         disk_mb=config.disk_mb,
         private=service.private,
-        **({} if harness is None else harness.sandbox()),
+        **of_harness,
     )
 
 

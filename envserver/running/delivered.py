@@ -4,31 +4,27 @@ row. Out: a `Delivery`: the rows whose arrays are consistent, and a `Finding` fo
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
-from urllib.parse import quote
 
-import httpx
 import msgspec
 import numpy as np
 from envserver_records import Group, Sequence, Trajectory, unpack
-from envserver_records.errors import ConflictError, InputError, NotFoundError
+from envserver_records.errors import NotFoundError
 from envserver_records.experts import experts_of_row, row_experts
-from envserver_records.http_errors import authorization
 from envserver_records.images import RowImage, images_of, images_of_row
 from envserver_records.packing import ready
 from envserver_records.records import Tokens, digest_after, is_intact, link_of
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
-from envserver_records.servers import AsyncServersClient
-from envserver_records.wire import GROUP_MSGPACK, WireGroup
 from numpy.typing import NDArray
 
+from ..export.stored_sources import GroupsServer
 from ..formats.atropos import NO_LOGPROB, NOT_TRAINED
-from ..rollouts.audit import AuditedRow, is_altered
+from ..rollouts.audit import AuditedRow, audited, is_altered
 
 _LARGEST_ID: Final = 2**31 - 1
 
@@ -61,6 +57,10 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return ", ".join(part for part in parts if part)
 
 
+Fault = tuple[str, str, int | None]
+"""Kind, message and first position."""
+
+
 class Delivery(msgspec.Struct):
     """The content of one group.
 
@@ -68,7 +68,7 @@ class Delivery(msgspec.Struct):
         size: number of rows, broken ones included.
         not_compared, tokens_not_compared: correct rows without anything to compare, and their
             trained tokens, by reason.
-        end: bytes of the file up to the end of this group.
+        end: bytes of the file up to the end of this group; `line`: of it, from 1.
         unsealed: it has no digest: an older version, or another program, wrote it.
     """
 
@@ -79,7 +79,35 @@ class Delivery(msgspec.Struct):
     tokens_not_compared: Counter[str] = msgspec.field(default_factory=Counter)
     end: int = 0
     group_id: str = ""
+    line: int | None = None
     unsealed: bool = False
+
+    def find(self, kind: str, message: str, **place: Any) -> None:
+        place = {"line": self.line, "group_id": self.group_id, **place}
+        self.findings.append(Finding(kind=kind, message=message, **place))
+
+    def add(
+        self,
+        make_row: Callable[[list[RowImage]], AuditedRow],
+        faults: list[Fault],
+        images: Callable[[], list[RowImage]],
+        experts: Callable[[], object],
+        **place: Any,
+    ) -> None:
+        """Adds a row that has no fault, with its images; `images` and `experts` raise ValueError
+        for those that do not fit it."""
+        for kind, message, position in faults:
+            self.find(kind, message, position=position, **place)
+        kind = "images"
+        try:
+            shown = images()
+            kind = "experts"
+            experts()
+        except ValueError as error:
+            self.find(kind, str(error), **place)
+            return
+        if not faults:
+            self.rows.append(make_row(shown))
 
 
 class _Rollout(msgspec.Struct):
@@ -113,12 +141,13 @@ ready(_Line)
 
 
 def read_line(data: bytes, number: int) -> Delivery:
+    delivery = Delivery(line=number)
     try:
         line = _decode(data)
     except ValueError as error:
-        return Delivery(findings=[Finding(kind="unreadable", message=str(error), line=number)])
-    facts = line.envserver or _Facts("", [])
-    return _Reader(line, facts, number, -1).read()
+        delivery.find("unreadable", str(error))
+        return delivery
+    return _Reader(line, line.envserver or _Facts("", []), delivery, -1).read()
 
 
 class LineChain:
@@ -136,12 +165,11 @@ class LineChain:
             delivery.unsealed = True
             return
         self._any = True
-        place: dict[str, Any] = {"line": number, "group_id": delivery.group_id}
         if link is None or not link.intact:
             words = "its contents are not those that were written: the digest is another"
             if link is None:
                 words = "its digest was removed, or the line was written anew"
-            delivery.findings.append(Finding(kind="changed", message=words, **place))
+            delivery.find("changed", words, line=number)
         if link is not None and link.previous not in ("", expected):
             words = (
                 f"it does not follow line {number - 1}"
@@ -149,19 +177,21 @@ class LineChain:
                 else "it is not the first line that was written"
             )
             words += ": a group before it was changed, removed or moved"
-            delivery.findings.append(Finding(kind="order", message=words, **place))
+            delivery.find("order", words, line=number)
 
 
 def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
+    delivery = Delivery(group_id=group_id)
     try:
         if kind == "group":
             return _read_group(unpack(body, Group), body)
         if kind != "atropos":
             raise ValueError(f"its format {kind!r} is unknown")
-        return _Reader(_decode(bytes(body)), _Facts(group_id, []), None, policy_version).read()
+        line, facts = _decode(bytes(body)), _Facts(group_id, [])
     except (ValueError, msgspec.DecodeError) as error:
-        found = Finding(kind="unreadable", message=str(error), group_id=group_id)
-        return Delivery(findings=[found])
+        delivery.find("unreadable", str(error))
+        return delivery
+    return _Reader(line, facts, delivery, policy_version).read()
 
 
 def newest_version(data: bytes) -> int:
@@ -194,14 +224,13 @@ def _decode(data: bytes) -> _Line:
 
 
 class _Reader:
-    def __init__(
-        self, line: _Line, facts: _Facts, line_number: int | None, policy_version: int
-    ) -> None:
+    def __init__(self, line: _Line, facts: _Facts, delivery: Delivery, policy_version: int) -> None:
         self._line = line
         self._facts = facts
-        self._number = line_number
         self._policy_version = policy_version
-        self._delivery = Delivery(size=len(line.tokens), group_id=facts.group_id)
+        self._delivery = delivery
+        self._find = delivery.find
+        delivery.size, delivery.group_id = len(line.tokens), facts.group_id
 
     def read(self) -> Delivery:
         if not self._columns_agree():
@@ -261,21 +290,11 @@ class _Reader:
         ]
         if versions is None:
             faults.append(("versions", "its spans do not partition the row", None))
-        for kind, words, position in faults:
-            self._find(kind, words, rollout_id=rollout_id, row=number, position=position)
-        if faults or versions is None:
-            return
-        kind = "images"
-        try:
-            images = self._images(number)
-            kind = "experts"
-            row_experts(experts_of_row(self._facts.experts, number), trained.astype(np.uint8))
-        except ValueError as error:
-            self._find(kind, str(error), rollout_id=rollout_id, row=number)
-            return
         flags = _flags(rollout, index)
-        self._delivery.rows.append(
-            AuditedRow(
+
+        def row(images: list[RowImage]) -> AuditedRow:
+            assert versions is not None
+            return AuditedRow(
                 tokens=ids.astype(np.int32),
                 mask=trained.astype(np.uint8),
                 logprobs=said.astype(np.float32),
@@ -285,9 +304,15 @@ class _Reader:
                 group_id=self._facts.group_id,
                 rollout_id=rollout_id,
                 number=number,
-                line=self._number,
+                line=self._delivery.line,
                 images=images,
             )
+
+        def experts() -> None:
+            row_experts(experts_of_row(self._facts.experts, number), trained.astype(np.uint8))
+
+        self._delivery.add(
+            row, faults, partial(self._images, number), experts, rollout_id=rollout_id, row=number
         )
 
     def _images(self, number: int) -> list[RowImage]:
@@ -311,10 +336,6 @@ class _Reader:
             at = end
         return versions if at == len(trained) else None
 
-    def _find(self, kind: str, message: str, **place: Any) -> None:
-        facts = {"line": self._number, "group_id": self._facts.group_id, **place}
-        self._delivery.findings.append(Finding(kind=kind, message=message, **facts))
-
 
 def _flags(rollout: _Rollout | None, index: int) -> list[str]:
     if rollout is None:
@@ -325,10 +346,6 @@ def _flags(rollout: _Rollout | None, index: int) -> list[str]:
 def _integers(numbers: list[int]) -> Column:
     """Returns int64[T]; a number that does not fit becomes -1, which is not a valid id."""
     return np.array([number if abs(number) < 2**62 else -1 for number in numbers], np.int64)
-
-
-Fault = tuple[str, str, int | None]
-"""Kind, message and first position."""
 
 
 def _wrong_labels(ids: Column, labels: Column, trained: Column) -> Iterator[Fault]:
@@ -367,8 +384,7 @@ def _read_group(group: Group, body: bytes | memoryview) -> Delivery:
     delivery = Delivery(group_id=group.group_id, unsealed=not group.digest)
     if group.digest and not is_intact(body):
         words = "its contents are not those that were sealed: the digest is another"
-        found = Finding(kind="changed", message=words, group_id=group.group_id)
-        delivery.findings.append(found)
+        delivery.find("changed", words)
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:
             _read_sequence(delivery, group, trajectory, sequence)
@@ -382,16 +398,11 @@ def _read_group(group: Group, body: bytes | memoryview) -> Delivery:
 def _read_sequence(
     delivery: Delivery, group: Group, trajectory: Trajectory, sequence: Sequence
 ) -> None:
-    place: dict[str, Any] = {
-        "group_id": group.group_id,
-        "rollout_id": trajectory.rollout_id,
-        "row": delivery.size,
-    }
+    place: dict[str, Any] = {"rollout_id": trajectory.rollout_id, "row": delivery.size}
     columns = (sequence.mask, sequence.logprobs, sequence.calls, sequence.versions)
     if any(len(column) != len(sequence.tokens) for column in columns):
         sizes = ", ".join(str(len(column)) for column in (sequence.tokens, *columns))
-        found = Finding(kind="lengths", message=f"its arrays have {sizes} numbers", **place)
-        delivery.findings.append(found)
+        delivery.find("lengths", f"its arrays have {sizes} numbers", **place)
         return
     trained = sequence.mask != 0
     faults = [*_wrong_numbers(sequence.tokens, trained, sequence.logprobs, 0.0)]
@@ -399,47 +410,32 @@ def _read_sequence(
     if len(unsampled):
         words = f"a token is trained that no call sampled{_more(unsampled)}"
         faults.append(("mask", words, int(unsampled[0])))
-    for kind, words, position in faults:
-        delivery.findings.append(Finding(kind=kind, message=words, position=position, **place))
-    images: list[RowImage] = []
-    kind = "images"
-    try:
-        images = images_of(sequence.images, group.images, len(sequence.tokens))
-        kind = "experts"
-        row_experts(sequence.experts, sequence.mask)
-    except ValueError as error:
-        delivery.findings.append(Finding(kind=kind, message=str(error), **place))
-        return
-    if not faults:
-        delivery.rows.append(
-            AuditedRow(
-                tokens=sequence.tokens,
-                mask=sequence.mask,
-                logprobs=sequence.logprobs,
-                versions=sequence.versions,
-                flags=sequence.flags,
-                altered=is_altered(sequence.flags, group.generation_params),
-                group_id=group.group_id,
-                rollout_id=trajectory.rollout_id,
-                number=delivery.size,
-                images=images,
-            )
-        )
-
-
-_PAGE: Final = 256
-_SECONDS: Final = 60.0
-_NOT_DELIVERED: Final = ("buffered", "dropped")
+    delivery.add(
+        lambda images: audited(
+            sequence,
+            images,
+            altered=is_altered(sequence.flags, group.generation_params),
+            group_id=group.group_id,
+            rollout_id=trajectory.rollout_id,
+            number=delivery.size,
+        ),
+        faults,
+        lambda: images_of(sequence.images, group.images, len(sequence.tokens)),
+        lambda: row_experts(sequence.experts, sequence.mask),
+        **place,
+    )
 
 
 class Source(Protocol):
+    """Groups to verify. All methods may block."""
+
     @property
     def size(self) -> int | None: ...
 
-    async def newest_version(self) -> int:
+    def newest_version(self) -> int:
         """Returns the policy version that the engine most likely serves now; -1 if unknown."""
 
-    def deliveries(self) -> AsyncIterator[Delivery]: ...
+    def deliveries(self) -> Iterator[Delivery]: ...
 
 
 class FileSource:
@@ -450,88 +446,32 @@ class FileSource:
         self._path = path
         self._digests = digests
 
-    async def newest_version(self) -> int:
-        return await asyncio.to_thread(self._newest_version)
-
-    def _newest_version(self) -> int:
+    def newest_version(self) -> int:
         with self._path.open("rb") as lines:
             return max(map(newest_version, lines), default=-1)
 
-    async def deliveries(self) -> AsyncIterator[Delivery]:
+    def deliveries(self) -> Iterator[Delivery]:
+        end, chain = 0, LineChain()
         with self._path.open("rb") as lines:
-            number = end = 0
-            chain = LineChain()
-            while data := await asyncio.to_thread(lines.readline):
-                number += 1
+            for number, data in enumerate(lines, 1):
                 end += len(data)
                 if data.strip():
-                    delivery = await asyncio.to_thread(read_line, data, number)
+                    delivery = read_line(data, number)
                     delivery.end = end
                     if self._digests:
-                        await asyncio.to_thread(chain.check, data, number, delivery)
+                        chain.check(data, number, delivery)
                     yield delivery
 
 
-class ServerSource:
-    """A running server, whose groups are only read."""
-
+class ServerSource(GroupsServer):
     size = None
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        # httpx fails on zstd in several frames
-        headers = {"accept-encoding": "identity", **authorization()}
-        self._http = AsyncServersClient(url, timeout=_SECONDS, headers=headers)
-
-    async def __aenter__(self) -> ServerSource:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._http.aclose()
-
-    async def newest_version(self) -> int:
-        published = int((await self._get("/v1/policy-version")).json()["version"])
+    def newest_version(self) -> int:
+        published = int(self.get("/v1/policy-version").json()["version"])
         if published >= 0:
             return published
-        return max([int(group["policy_version"]) async for group in self._groups()], default=-1)
+        return max((int(group["policy_version"]) for group in self.listed()), default=-1)
 
-    async def deliveries(self) -> AsyncIterator[Delivery]:
-        """Leaves out groups that wait for others and groups that were dropped."""
-        async for group in self._groups():
-            if group["state"] in _NOT_DELIVERED:
-                continue
-            path = f"/v1/groups/{quote(group['group_id'], safe='')}"
-            answer = await self._get(path, accept=GROUP_MSGPACK)
-            try:
-                whole = msgspec.msgpack.decode(answer.content, type=WireGroup)
-            except msgspec.DecodeError as error:
-                raise InputError(f"{self._url} sent no group: {error}.", place=path) from error
-            yield await asyncio.to_thread(
-                read_body, whole.group_id, whole.format, whole.policy_version, whole.body
-            )
-
-    async def _groups(self) -> AsyncIterator[dict[str, Any]]:
-        after: int | None = 0
-        while after is not None:
-            page = (await self._get(f"/v1/groups?after={after}&limit={_PAGE}")).json()
-            for group in page["groups"]:
-                yield group
-            after = page["next"]
-
-    async def _get(self, path: str, accept: str = "application/json") -> httpx.Response:
-        try:
-            answer = await self._http.get(path, headers={"accept": accept})
-        except httpx.TransportError as error:
-            raise NotFoundError(
-                f"No server answers at {self._url}: {error or type(error).__name__}."
-            ) from error
-        if answer.status_code == httpx.codes.NOT_FOUND:
-            raise NotFoundError(
-                f"{self._url} has no {path}.", hint="Is it an envserver of this version?"
-            )
-        if not answer.is_success:
-            raise ConflictError(
-                f"{self._url} answered {path} with HTTP {answer.status_code}: {answer.text[:300]}",
-                hint="ENVSERVER_TOKEN holds the token." if answer.status_code in (401, 403) else "",
-            )
-        return answer
+    def deliveries(self) -> Iterator[Delivery]:
+        for whole in map(self.whole, self.delivered()):
+            yield read_body(whole.group_id, whole.format, whole.policy_version, whole.body)

@@ -5,10 +5,10 @@ must have the same model, modes, ids for the same messages, and kind of logprobs
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from envserver_records.errors import ConfigError
@@ -16,16 +16,15 @@ from envserver_records.errors import ConfigError
 from ..models.engine import Engine
 from ..models.fleet import Fleet, discovering
 from ..models.openai import OpenAIEngine
-from ..models.probe import MESSAGES, ProbeAnswer, ProbeClient, ask_chat, probe, same_scores
+from ..models.probe import MESSAGES, ProbeAnswer, ProbeClient, ask_chat, same_scores
 from ..models.replicas import Replica
 from ..proxy.endpoint import (
     VERSION_PLACEHOLDER,
     Capabilities,
     EngineEndpoint,
-    capabilities_of,
 )
 from ..settings.config import Settings
-from .engines import any_model
+from .engines import any_model, probed
 
 _COMPARED = {
     "mode": "can be called in mode",
@@ -37,43 +36,40 @@ _COMPARED = {
 }
 
 
+@dataclass(eq=False, repr=False)
 class EngineChecks:
     """Compares new engines with the one that `endpoint` knows, or with the first that came.
     `need_exact`: engines must return token ids and logprobs. Then they are trained, and their
     weights may change.
     """
 
-    def __init__(
-        self,
-        engine: OpenAIEngine,
-        settings: Settings,
-        endpoint: EngineEndpoint,
-        *,
-        need_exact: bool,
-    ) -> None:
-        self._engine = engine
-        self._openai = settings.openai
-        self._tokens = settings.tokens
-        self._endpoint = endpoint
-        self._need_exact = need_exact
-        self._first: Capabilities | None = None
+    engine: OpenAIEngine
+    settings: Settings
+    endpoint: EngineEndpoint
+    need_exact: bool
+    _first: Capabilities | None = None
+
+    @property
+    def _known(self) -> Capabilities | None:
+        return self.endpoint.capabilities or self._first
 
     async def __call__(self, replica: Replica) -> None:
+        openai, tokens = self.settings.openai, self.settings.tokens
         async with self._opened(replica) as (engine, model):
-            found = await probe(engine, wanted=self._openai.mode, model=model)
-        capabilities = await asyncio.to_thread(
-            capabilities_of, found, self._tokens, self._openai.default_template_kwargs
-        )
-        if self._need_exact and found.mode == "opaque":
+            capabilities = await probed(
+                engine, model, openai.mode, tokens, openai.default_template_kwargs
+            )
+        found = capabilities.probe_result
+        if self.need_exact and found.mode == "opaque":
             raise ConfigError(f"It gives no token ids: {found.reasons.get('chat', '')}")
-        known = self._endpoint.capabilities or self._first
+        known = self._known
         if known is None:
             self._first = capabilities
             return
         _check([*differences(known, capabilities), *self._changes(known, found.chat)])
 
     async def confirm(self, replica: Replica) -> None:
-        known = self._endpoint.capabilities or self._first
+        known = self._known
         if known is None or known.probe_result.mode == "opaque":
             return
         async with self._opened(replica) as (engine, model):
@@ -82,18 +78,18 @@ class EngineChecks:
 
     @asynccontextmanager
     async def _opened(self, replica: Replica) -> AsyncIterator[tuple[OpenAIEngine, str]]:
-        model = await self._engine.model_name()
-        config = self._openai.model_copy(update={"base_url": replica.url})
+        model = await self.engine.model_name()
+        config = self.settings.openai.model_copy(update={"base_url": replica.url})
         if not replica.gets_key:
             config = config.model_copy(update={"api_key": type(config.api_key)("")})
-        async with OpenAIEngine(config, tries=2, addresses=self._engine.addresses) as engine:
+        async with OpenAIEngine(config, tries=2, addresses=self.engine.addresses) as engine:
             yield engine, await any_model(engine) if VERSION_PLACEHOLDER in model else model
 
     def _changes(self, known: Capabilities, new: ProbeAnswer | None) -> Iterator[str]:
         old = known.probe_result.chat
         if old is None or new is None or known.probe_result.mode == "opaque":
             return
-        if VERSION_PLACEHOLDER not in self._openai.model_name and old.model != new.model:
+        if VERSION_PLACEHOLDER not in self.settings.openai.model_name and old.model != new.model:
             yield f"it answers as the model {new.model}, they as {old.model}"
         if old.prompt_token_ids != new.prompt_token_ids and (
             # A template may have today's date in it.
@@ -101,7 +97,7 @@ class EngineChecks:
             or known.format.prompt_ids(MESSAGES, None, {}) != new.prompt_token_ids
         ):
             yield "it renders the same messages to other token ids"
-        if not self._need_exact and not same_scores(old.choices[0], new.choices[0]):
+        if not self.need_exact and not same_scores(old.choices[0], new.choices[0]):
             yield "it samples other tokens, or with other logprobs: its weights are others"
 
 
@@ -144,7 +140,7 @@ async def fleet_of(
     assert isinstance(engine, OpenAIEngine)
     engine.routes.version = lambda: endpoint.policy_version
     endpoint.begun, endpoint.ended = engine.routes.begun, engine.routes.ended
-    checks = EngineChecks(engine, settings, endpoint, need_exact=need_exact)
+    checks = EngineChecks(engine, settings, endpoint, need_exact)
     async with (
         Fleet(engine, checks, checks.confirm) as fleet,
         discovering(fleet, settings.engines),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 import structlog
@@ -24,7 +25,7 @@ from ..proxy.endpoint import (
 )
 from ..proxy.gate import Gate
 from ..rollouts.agents import Demonstrator, has_own_source
-from ..settings.config import EngineConfig, OpenAIConfig, Settings
+from ..settings.config import EngineConfig, Mode, OpenAIConfig, Settings, TokensConfig
 from ..settings.section import AgentConfig
 
 SIMULATED = "sim"
@@ -123,11 +124,8 @@ def make_endpoint(
         name = model or await engine.model_name()
         served = await any_model(engine) if VERSION_PLACEHOLDER in name else name
         mode = "auto" if is_other else settings.openai.mode
-        probe_result = await probe(engine, wanted=mode, model=served)
         template_kwargs = None if is_other else settings.openai.default_template_kwargs
-        capabilities = await asyncio.to_thread(
-            capabilities_of, probe_result, tokens, template_kwargs
-        )
+        capabilities = await probed(engine, served, mode, tokens, template_kwargs)
         probe_result = capabilities.probe_result
         facts = {"server": probe_result.server or "unknown", "mode": probe_result.mode}
         if capabilities.format is not None:
@@ -138,6 +136,17 @@ def make_endpoint(
         return capabilities
 
     return EngineEndpoint(engine, find=find, tokens=tokens, gate=gate)
+
+
+async def probed(
+    engine: Engine,
+    model: str,
+    mode: Mode,
+    tokens: TokensConfig,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Capabilities:
+    found = await probe(engine, wanted=mode, model=model)
+    return await asyncio.to_thread(capabilities_of, found, tokens, template_kwargs)
 
 
 _START_AN_ENGINE = (
@@ -181,7 +190,6 @@ def _say(line: str) -> None:
 class OwnEndpoint(msgspec.Struct, frozen=True):
     endpoint: EngineEndpoint
     model: str
-    is_other: bool
 
 
 @contextlib.asynccontextmanager
@@ -207,7 +215,7 @@ async def own_endpoints(
             if config.base_url is None:
                 model = str(config.model_name)
                 made = make_endpoint(settings, engine, gate=endpoint.gate, model=model)
-                found[name] = OwnEndpoint(made, model, False)
+                found[name] = OwnEndpoint(made, model)
                 continue
             key = config.api_key.get_secret_value()
             address = (config.base_url, key, config.timeout, config.server_type)
@@ -225,7 +233,7 @@ async def own_endpoints(
             # Weights that are trained change at the same moments as the policy's.
             gate = endpoint.gate if role.trained else None
             made = make_endpoint(settings, own, gate=gate, model=model, is_other=True)
-            found[name] = OwnEndpoint(made, model, True)
+            found[name] = OwnEndpoint(made, model)
         yield found
 
 

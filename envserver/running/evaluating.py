@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.errors import AllFailed, ConfigError, EnvserverError
@@ -47,30 +47,9 @@ from .tracking import Tracking, tracking
 if TYPE_CHECKING:
     from .ray_runners import RayMakers
 
-M = TypeVar("M", bound=MixSettings)
-
 _BASELINE = re.compile(r"[a-z0-9_]+")
 _NO_MATTER = {"total_steps", "data_path_to_save_groups", "max_token_length"}
 """Settings of an environment that do not change the result of a task."""
-
-
-@dataclass(frozen=True)
-class EvaluatedEnvironment(Generic[M]):
-    """An environment to be evaluated, with a unique name."""
-
-    name: str
-    spec: RunSpec[M]
-
-    @property
-    def settings(self) -> M:
-        return self.spec.settings
-
-    def make_environment(self) -> Environment:
-        try:
-            return self.spec.make_environment()
-        except ConfigError as error:
-            error.message = f"{self.name}: {error.message}"
-            raise
 
 
 class EvaluationView:
@@ -156,7 +135,7 @@ class _Run:
 class _Part:
     """One environment; `runs`: by baseline, "" is the environment itself."""
 
-    member: EvaluatedEnvironment[Any]
+    spec: RunSpec[Any]
     folder: Path
     evaluated: Evaluated
     noted: RunFile
@@ -177,68 +156,73 @@ class _Part:
 
 
 async def evaluate_members(
-    members: Sequence[EvaluatedEnvironment[Any]],
+    specs: Sequence[RunSpec[Any]],
     choice: Choice,
     *,
     view: EvaluationView | None = None,
     stop: Stop | None = None,
 ) -> Evaluation:
-    view, stop = view or EvaluationView(), stop or Stop()
-    folder = choice.folder or _new_folder(members)
-    parts = _claimed(members, folder, choice)
-    settings = members[0].settings
-    names = [one.name for one in members]
+    """Evaluates environments whose names differ."""
+    work = _Evaluating(specs, choice, view or EvaluationView(), stop or Stop())
+    settings = specs[0].settings
+    names = [one.name for one in specs]
     async with (
         tracking(
             settings.track, settings.tracking, settings, command="evaluate", environments=names
         ) as tracked,
-        shared_engine(settings, need_engine=True, need_exact=False, folder=folder) as shared,
+        shared_engine(settings, folder=work.folder) as shared,
         makers_of(settings)() as makers,
     ):
-        failures = await _Evaluating(choice, view, shared, stop, tracked, makers).run(parts)
+        return await work.run(shared, tracked, makers)
+
+
+async def evaluate_on(
+    shared: SharedEngine, specs: Sequence[RunSpec[Any]], choice: Choice
+) -> Evaluation:
+    """`evaluate_members` on an engine that is open already; shows nothing."""
+    return await _Evaluating(specs, choice, EvaluationView(), Stop()).run(shared)
+
+
+class _Evaluating:
+    def __init__(
+        self, specs: Sequence[RunSpec[Any]], choice: Choice, view: EvaluationView, stop: Stop
+    ) -> None:
+        self.folder = choice.folder or _new_folder(specs)
+        self._parts = _claimed(specs, self.folder, choice)
+        self._choice = choice
+        self._view = view
+        self._stop = stop
+
+    async def run(
+        self,
+        shared: SharedEngine,
+        tracked: Tracking | None = None,
+        makers: RayMakers | None = None,
+    ) -> Evaluation:
+        self._shared, self._tracked, self._makers = shared, tracked, makers
+        failures = await self._make_parts()
         if shared.judge is not None:
-            view.say(judge_line(shared.judge))
-        done = _reported(folder, parts, failures, view, stopped=stop.requested)
+            self._view.say(judge_line(shared.judge))
+        for kind in (RunFile, TaskFacts, Report, Suite):
+            ready(kind)
+        done = await asyncio.to_thread(self._reported, failures)
         if tracked is not None and done.report is not None:
             tracked.summary(summary_scalars(done.report))
         return done
 
-
-async def evaluate_on(
-    shared: SharedEngine, members: Sequence[EvaluatedEnvironment[Any]], choice: Choice
-) -> Evaluation:
-    """`evaluate_members` on an engine that is open already; shows nothing."""
-    folder = choice.folder or _new_folder(members)
-    parts = _claimed(members, folder, choice)
-    view = EvaluationView()
-    failures = await _Evaluating(choice, view, shared, Stop()).run(parts)
-    for kind in (RunFile, TaskFacts, Report, Suite):
-        ready(kind)
-    return await asyncio.to_thread(_reported, folder, parts, failures, view, stopped=False)
-
-
-@dataclass
-class _Evaluating:
-    choice: Choice
-    view: EvaluationView
-    shared: SharedEngine
-    stop: Stop
-    tracked: Tracking | None = None
-    makers: RayMakers | None = None
-
-    async def run(self, parts: Sequence[_Part]) -> list[EnvserverError]:
+    async def _make_parts(self) -> list[EnvserverError]:
         """Makes the groups of all environments; returns the errors that ended some of them."""
         failures: list[EnvserverError] = []
-        for number, part in enumerate(parts, 1):
-            name = part.member.name
-            if len(parts) > 1:
-                self.view.say(f"{name} ({number} of {len(parts)})")
+        for number, part in enumerate(self._parts, 1):
+            name = part.spec.name
+            if len(self._parts) > 1:
+                self._view.say(f"{name} ({number} of {len(self._parts)})")
             failure = await self._make_part(part)
             if failure is not None:
                 failures.append(failure)
-                if len(parts) > 1:
-                    self.view.say(f"{name}: {failure.message}")
-            if self.stop.requested:
+                if len(self._parts) > 1:
+                    self._view.say(f"{name}: {failure.message}")
+            if self._stop.requested:
                 break
         return failures
 
@@ -246,33 +230,33 @@ class _Evaluating:
         failure = None
         for name, run in part.runs.items():
             if name:
-                self.view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
+                self._view.say(f"{'Asked as' if run.asking else 'Baseline'} {name}")
             try:
-                await self._make(run, part, None if name else self.tracked)  # not the baselines
+                await self._make(run, part, None if name else self._tracked)  # not the baselines
             except EnvserverError as error:
                 failure = error
             if part.begun:
                 run.write_tasks()
-            if self.stop.requested or failure is not None:
+            if self._stop.requested or failure is not None:
                 break
         if not part.begun:
             return failure
         part.noted.evaluated = msgspec.structs.replace(
             part.evaluated,
-            complete=not self.stop.requested and failure is None,
+            complete=not self._stop.requested and failure is None,
             finished_at=time.time(),
         )
         bounds = range_of(part.environment)
         low, high = bounds.axis
         counted = Counted(pass_at=bounds.solved_at, worst=low, best=high)
-        part.noted.counted = self.choice.view.over(counted, self.shared.model)
+        part.noted.counted = self._choice.view.over(counted, self._shared.model)
         write_run_file(part.folder, part.noted)
         return failure
 
     async def _make(self, run: _Run, owner: _Part, tracked: Tracking | None) -> None:
-        environment, member, choice = run.environment, owner.member, self.choice
+        environment, spec, choice = run.environment, owner.spec, self._choice
         environment.config.max_token_length = sys.maxsize  # long answers count like others
-        track = None if tracked is None else tracked.observer(member.name)
+        track = None if tracked is None else tracked.observer(spec.name)
 
         def observe(event: Event) -> None:
             if isinstance(event, GroupDelivered):
@@ -282,7 +266,7 @@ class _Evaluating:
                 track(event)
 
         part = Part(
-            spec=member.spec,
+            spec=spec,
             environment=environment,
             share=Share(environment.name),
             path=run.groups,
@@ -291,19 +275,41 @@ class _Evaluating:
         )
         groups = GroupRun(
             [part],
-            member.settings,
+            spec.settings,
             resume=choice.resume,
             overwrite=choice.overwrite,
             expected=run.shard.size(environment.config.total_steps),
-            shared=self.shared,
-            show=self.view.show,
-            stop=self.stop,
-            open_makers=lambda: nullcontext(self.makers),
+            shared=self._shared,
+            show=self._view.show,
+            stop=self._stop,
+            open_makers=lambda: nullcontext(self._makers),
         )
         try:
             await groups.run()
         finally:
-            self.view.ended(groups, member.settings)
+            self._view.ended(groups, spec.settings)
+
+    def _reported(self, failures: Sequence[EnvserverError]) -> Evaluation:
+        """Writes the report of the groups that were made; raises the error that ended the run
+        early."""
+        folder, view, stopped = self.folder, self._view, self._stop.requested
+        if stopped:
+            view.say(f"Stopped early; the same command with --resume --out {folder} continues.")
+        if not any(part.begun and _has_groups(part) for part in self._parts):
+            if stopped:
+                return Evaluation(folder, None, stopped)
+            raise [*failures, _nothing()][0]
+        reports = read_folder(folder, View())
+        without = [one.name for one in reports if not one.run.counts.scored]
+        if len(without) == len(reports):
+            raise [*failures, _nothing()][0]
+        report = write_report(folder, View())
+        view.report(report, folder)
+        if failures and not stopped:
+            raise failures[0]
+        if without and not stopped:
+            raise AllFailed(f"{', '.join(without)}: no attempt has a score.")
+        return Evaluation(folder, report, stopped)
 
 
 def _check_passable(part: _Part, choice: Choice) -> None:
@@ -317,34 +323,6 @@ def _check_passable(part: _Part, choice: Choice) -> None:
         )
 
 
-def _reported(
-    folder: Path,
-    parts: Sequence[_Part],
-    failures: Sequence[EnvserverError],
-    view: EvaluationView,
-    *,
-    stopped: bool,
-) -> Evaluation:
-    """Writes the report of the groups that were made; raises the error that ended the run early."""
-    if stopped:
-        view.say(f"Stopped early; the same command with --resume --out {folder} continues.")
-    if not any(part.begun and _has_groups(part) for part in parts):
-        if stopped:
-            return Evaluation(folder, None, stopped)
-        raise [*failures, _nothing()][0]
-    reports = read_folder(folder, View())
-    without = [one.name for one in reports if not one.run.counts.scored]
-    if len(without) == len(reports):
-        raise [*failures, _nothing()][0]
-    report = write_report(folder, View())
-    view.report(report, folder)
-    if failures and not stopped:
-        raise failures[0]
-    if without and not stopped:
-        raise AllFailed(f"{', '.join(without)}: no attempt has a score.")
-    return Evaluation(folder, report, stopped)
-
-
 def _nothing() -> AllFailed:
     return AllFailed("Nothing could be evaluated: no attempt has a score.")
 
@@ -354,22 +332,20 @@ def _has_groups(part: _Part) -> bool:
     return run.groups.exists() and run.groups.stat().st_size > 0
 
 
-def _new_folder(members: Sequence[EvaluatedEnvironment[Any]]) -> Path:
-    name = members[0].name if len(members) == 1 else "several"
+def _new_folder(specs: Sequence[RunSpec[Any]]) -> Path:
+    name = specs[0].name if len(specs) == 1 else "several"
     return Path("runs") / "evaluate" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _claimed(
-    members: Sequence[EvaluatedEnvironment[Any]], folder: Path, choice: Choice
-) -> list[_Part]:
+def _claimed(specs: Sequence[RunSpec[Any]], folder: Path, choice: Choice) -> list[_Part]:
     if choice.resume and choice.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
         raise ConfigError("--resume needs the folder to continue: --out DIR.")
-    alone = len(members) == 1
-    parts = [_part(member, folder if alone else folder / member.name, choice) for member in members]
+    alone = len(specs) == 1
+    parts = [_part(spec, folder if alone else folder / spec.name, choice) for spec in specs]
     if not alone:
-        names = RunFile(parts=[member.name for member in members])
+        names = RunFile(parts=[spec.name for spec in specs])
         claim(folder, names, resume=choice.resume, overwrite=choice.overwrite)
     for part in parts:
         if not choice.overwrite:  # else the first group does, so that a failure replaces nothing
@@ -379,8 +355,8 @@ def _claimed(
     return parts
 
 
-def _part(member: EvaluatedEnvironment[Any], folder: Path, choice: Choice) -> _Part:
-    environment = member.make_environment()
+def _part(spec: RunSpec[Any], folder: Path, choice: Choice) -> _Part:
+    environment = spec.make_environment()
     baselines = baselines_of(environment) if choice.baselines else {}
     shard = shard_of(choice.shard)
     runs = {
@@ -389,9 +365,9 @@ def _part(member: EvaluatedEnvironment[Any], folder: Path, choice: Choice) -> _P
     }
     for name, asking in choice.askings.items():
         place = groups_path(folder, name), tasks_path(folder, name)
-        runs[name] = _Run(member.make_environment(), *place, shard, asking)
-    evaluated = _evaluated(environment, member.settings, choice, list(baselines), shard)
-    return _Part(member, folder, evaluated, RunFile(name=member.name, evaluated=evaluated), runs)
+        runs[name] = _Run(spec.make_environment(), *place, shard, asking)
+    evaluated = _evaluated(environment, spec.settings, choice, list(baselines), shard)
+    return _Part(spec, folder, evaluated, RunFile(name=spec.name, evaluated=evaluated), runs)
 
 
 def _evaluated(

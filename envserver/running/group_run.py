@@ -23,14 +23,14 @@ from ..export.jsonl import FailuresFile, JsonlSink, group_line, open_sink
 from ..judges.server import JudgeServer
 from ..rollouts.estimates import Scored
 from ..rollouts.events import Event, GroupDelivered, Observer
-from ..rollouts.scheduler import GroupMaker, Scheduler, Share, Shares, Turns, targets
+from ..rollouts.scheduler import GroupMaker, Scheduler, lanes, still_wanted, targets
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
 from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Rewards, Tally, all_of
-from .mix import Book, Member, RunSpec, Several, has_curriculum, stream_of
+from .mix import Book, Member, Several, has_curriculum, stream_of
 from .run_settings import ProcessSettings
 from .stopping import Stop, run_until_stopped
 from .tracking import Tracking, tracking
@@ -43,8 +43,8 @@ Give = Callable[[Group], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One environment of a run.
+class Part(Member[Any]):
+    """An environment of a run, and its groups.
 
     Args:
         path: JSONL file for its groups, if any.
@@ -52,9 +52,6 @@ class Part:
         learn: called with the task and scores of each group that a file has already.
     """
 
-    spec: RunSpec[Any]
-    environment: Environment
-    share: Share
     path: Path | None
     requests: Iterator[GroupRequest]
     groups: int | None = None
@@ -149,7 +146,7 @@ class GroupRun:
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other.")
         for part in self.parts:  # report an unknown flag before replacing a file
-            tokens = part.spec.settings.tokens
+            tokens = part.settings.tokens
             chosen(tokens.train, tokens.mask, tokens.drop)
         async with contextlib.AsyncExitStack() as stack:
             self._tracked = await stack.enter_async_context(self.track())
@@ -158,8 +155,6 @@ class GroupRun:
                 self.shared = await stack.enter_async_context(
                     shared_engine(
                         self.settings,
-                        need_engine=True,
-                        need_exact=False,
                         folder=next((part.path.parent for part in self.parts if part.path), None),
                     )
                 )
@@ -188,20 +183,23 @@ class GroupRun:
         view: View,
         makers: RayMakers | None,
     ) -> dict[str, Scheduler]:
-        wanted = self.total_groups
+        opened = [
+            await stack.enter_async_context(
+                self._maker(number, part, self._observer(part, view), makers)
+            )
+            for number, part in enumerate(self.parts)
+        ]
         machines = 1 if makers is None else sum(makers.runners)
-        turns = Turns(
-            Shares(self.shares, already),
+        lane = lanes(
+            [part.share for part in self.parts],
+            already,
             room=self.settings.rollouts.max_concurrent * machines,
-            wanted=None if wanted is None else max(0, wanted - sum(already.values())),
+            total=self.total_groups,
         )
-        takes_turns = len(self.parts) > 1 or wanted is not None
         schedulers = {}
         assert self.shared is not None
-        for number, part in enumerate(self.parts):
+        for part, maker in zip(self.parts, opened, strict=True):
             name = part.share.name
-            opening = self._maker(number, part, self._observer(part, view), makers)
-            maker = await stack.enter_async_context(opening)
             file = None if part.path is None else self.files[part.path].sink
             if file is not None:
                 file.expect(self.shared.model)
@@ -209,9 +207,9 @@ class GroupRun:
                 maker,
                 part.requests,
                 _Sink(file, self.give),
-                wanted=None if part.groups is None else max(0, part.groups - already[name]),
+                wanted=still_wanted(part.groups, already[name]),
                 stop_on_failures=True,
-                lane=turns.lane(name) if takes_turns else None,
+                lane=lane[name],
             )
         return schedulers
 
@@ -222,7 +220,7 @@ class GroupRun:
             rules = Rules(part.drop_zero_variance, self.for_training)
             return makers.open(number, part.spec, part.environment, observer, rules)
         return rollout_context(
-            part.spec.settings,
+            part.settings,
             part.environment,
             part.spec.reference,
             observer=observer,
@@ -342,7 +340,7 @@ def process_run(
     stop: Stop | None = None,
 ) -> GroupRun:
     """The settings of the whole run are the first member's."""
-    settings = members[0].spec.settings
+    settings = members[0].settings
     total = settings.total_groups
     return GroupRun(
         [_part(member, path_of, total) for member in members],
@@ -372,14 +370,12 @@ def _part(
     path_of: Callable[[Environment], Path | None],
     total: int | None,
 ) -> Part:
-    environment, rules = member.environment, member.spec.settings.curriculum
+    environment, rules = member.environment, member.settings.curriculum
     config = environment.config
     book = Book(environment, rules) if has_curriculum(rules) else None
     repeat = config.total_steps is not None or total is not None
     return Part(
-        spec=member.spec,
-        environment=environment,
-        share=member.share,
+        **vars(member),
         path=config.data_path_to_save_groups or path_of(environment),
         requests=stream_of(environment, None if book is None else book.curriculum, repeat=repeat),
         groups=config.total_steps,

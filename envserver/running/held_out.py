@@ -75,7 +75,7 @@ class Evaluations:
         room: SharedEngine,
         tracked: Tracking | None,
     ) -> None:
-        settings = members[0].spec.settings
+        settings = members[0].settings
         self.config = settings.evaluate if isinstance(settings, ServeSettings) else HeldOutConfig()
         self._of_training = _of_training(members, self.config)
         if self._of_training and self.config.every is not None:
@@ -254,7 +254,7 @@ def _free(folder: Path, name: str) -> Path:
 
 def _of_training(members: Sequence[Member[MixSettings]], config: HeldOutConfig) -> str:
     for one in members:
-        if config.split == one.spec.settings.env.split:
+        if config.split == one.settings.env.split:
             name, split = one.share.name, config.split
             return f"--evaluate.split {split} is the split that {name!r} trains on."
     return ""

@@ -18,7 +18,7 @@ from ..export.stored_sources import opened
 from ..settings.config import MixSettings
 from ..settings.runs import HeldOutConfig
 from .context import SharedEngine
-from .evaluating import Choice, EvaluatedEnvironment, evaluate_on
+from .evaluating import Choice, evaluate_on
 from .mix import Member, RunSpec
 
 
@@ -83,8 +83,8 @@ class _Line(msgspec.Struct):
     envserver: _Rollouts
 
 
-def _member(one: Member[MixSettings], config: HeldOutConfig) -> EvaluatedEnvironment[MixSettings]:
-    settings, env = one.spec.settings, one.spec.settings.env
+def _member(one: Member[MixSettings], config: HeldOutConfig) -> RunSpec[MixSettings]:
+    settings, env = one.settings, one.settings.env
     size = config.group_size or env.group_size
     own = env.model_copy(
         update={"split": config.split, "total_steps": config.total_steps, "group_size": size}
@@ -103,5 +103,4 @@ def _member(one: Member[MixSettings], config: HeldOutConfig) -> EvaluatedEnviron
     changed = settings.model_copy(
         update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
     )
-    spec = RunSpec(changed, one.spec.reference, one.spec.environment_class)
-    return EvaluatedEnvironment(one.share.name, spec)
+    return dataclasses.replace(one.spec, settings=changed, name=one.share.name)

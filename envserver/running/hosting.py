@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,10 @@ from ..http.health import Health, engine_probe
 from ..models.engine import PlayedEngine
 from ..rollouts.audit import Auditor
 from ..rollouts.episodes import Episodes
-from ..rollouts.events import Event, GroupDelivered, Observer
+from ..rollouts.events import Event, GroupDelivered
 from ..rollouts.group import RolloutContext, running_rollouts
 from ..rollouts.ordered import Orders
-from ..rollouts.scheduler import Scheduler, Shares, Turns, targets
+from ..rollouts.scheduler import Scheduler, lanes, still_wanted
 from ..rollouts.stream import id_prefix
 from ..rollouts.task_stream import TaskStream
 from ..runners.news import LocalEnvironmentSink
@@ -26,7 +26,7 @@ from ..settings.config import MixSettings, SandboxConfig
 from ..store import UNKNOWN_VERSION, Store
 from ..store.demand import StoreOrderSink
 from ..telemetry.measures import Reading, of_each
-from ..trainers.live import EngineSource, FailureLog
+from ..trainers.live import EngineSource
 from .api_serving import Delivery
 from .bootstrap import BootstrapServer
 from .context import SharedEngine, rollout_context, shared_engine
@@ -108,7 +108,7 @@ class Hosted(msgspec.Struct, frozen=True):
 
     @property
     def version(self) -> int:
-        return self.parts[0].proxy.policy_version
+        return self.room.endpoint.policy_version
 
     def publish(self, version: int) -> None:
         self.delivery.publish(version)
@@ -125,7 +125,7 @@ class Hosted(msgspec.Struct, frozen=True):
             "environment": ",".join(parts),
             "model": first.model,
             "engine": first.proxy.engine_described(),
-            "policy_version": first.proxy.policy_version,
+            "policy_version": self.version,
             "open_groups": self.schedulers.open_groups,
             "groups_delivered": tally.groups,
             "groups_dropped": dict(tally.drops),
@@ -160,47 +160,65 @@ class Hosted(msgspec.Struct, frozen=True):
 async def hosted(
     members: Members, server: BootstrapServer, tracked: Tracking | None = None
 ) -> AsyncIterator[Hosted]:
-    settings = members[0].spec.settings
+    settings = members[0].settings
     tally = Tally()
     async with contextlib.AsyncExitStack() as stack:
         room = await stack.enter_async_context(
             shared_engine(settings, need_engine=False, need_exact=True)
         )
         server.health.found("engine", engine_probe(room.engine))
+
+        def version() -> int:
+            return room.endpoint.policy_version
+
         auditor = Auditor(
             room.engine,
             settings.tokens.audit_fraction,
             settings.tokens.audit_tolerance,
-            version=lambda: host.version,
+            version=version,
             gate=room.endpoint.gate,
         )
-        curricula = {
-            one.environment.name: curriculum
-            for one in members
-            if (
-                curriculum := await curriculum_of_store(
-                    one.environment,
-                    one.spec.settings.curriculum,
-                    server.store,
-                    lambda: host.version,
-                )
+        curricula: dict[str, TaskStream] = {}
+        for member in members:
+            curriculum = await curriculum_of_store(
+                member.environment, member.settings.curriculum, server.store, version
             )
-            is not None
-        }
-        failures = server.live.failures
-        observe = partial(_observer, tally, auditor, curricula, failures, tracked)
+            if curriculum is not None:
+                curricula[member.environment.name] = curriculum
         if tracked is not None:
             tracked.link(f"{server.url}/#/groups/")
         players = PlayedEngine()
-        parts = await stack.enter_async_context(
-            _machineries(members, room, players, observe, server.health)
-        )
+        parts = []
+        for member in members:
+            name, config = member.environment.name, member.environment.config
+            observer = all_of(
+                tally.observer(name),
+                server.live.failures.observer(name),
+                curricula[name].observe if name in curricula else None,
+                partial(_audit, auditor),
+                warn_of_dropped(tally, _log),
+                None if tracked is None else tracked.observer(name),
+            )
+            context = rollout_context(
+                member.settings,
+                member.environment,
+                member.spec.reference,
+                observer=observer,
+                need_engine=False,
+                need_exact=True,
+                drop_zero_variance=config.ensure_scores_are_not_same is not False,
+                for_training=True,
+                shared=room,
+                played=players,
+                is_up=partial(_found, server.health, name),
+            )
+            parts.append(await stack.enter_async_context(context))
         await stack.enter_async_context(auditor)
         delivery = Delivery(
             server.store,
             settings.rollouts,
             settings.server,
-            smallest_group=_smallest_group(members),
+            smallest_group=min(one.rules.least for one in parts),
         )
         orders = await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store)))
         episodes = Episodes(parts, players, orders.book, settings.server.openenv_sessions)
@@ -219,8 +237,8 @@ async def hosted(
         )
         server.metrics.add(
             tally.read,
-            Deliveries(server.store, lambda: host.version).read,
-            partial(engine_numbers, room.engine, room.endpoint.gate, lambda: host.version),
+            Deliveries(server.store, version).read,
+            partial(engine_numbers, room.engine, room.endpoint.gate, version),
             partial(parts_numbers, parts),
             partial(machine_numbers, _machines(settings.sandbox)),
             partial(curriculum_numbers, curricula),
@@ -250,69 +268,14 @@ def _no_version() -> int:
     return UNKNOWN_VERSION
 
 
-def _observer(
-    tally: Tally,
-    auditor: Auditor,
-    curricula: Mapping[str, TaskStream],
-    failures: FailureLog,
-    tracked: Tracking | None,
-    environment: str,
-) -> Observer:
-    def offer(event: Event) -> None:
-        if isinstance(event, GroupDelivered):
-            for trajectory in event.group.trajectories:
-                auditor.offer(trajectory)
-
-    curriculum = curricula.get(environment)
-    return all_of(
-        tally.observer(environment),
-        failures.observer(environment),
-        None if curriculum is None else curriculum.observe,
-        offer,
-        warn_of_dropped(tally, _log),
-        None if tracked is None else tracked.observer(environment),
-    )
-
-
-@contextlib.asynccontextmanager
-async def _machineries(
-    members: Members,
-    room: SharedEngine,
-    players: PlayedEngine,
-    observe: Callable[[str], Observer],
-    health: Health,
-) -> AsyncIterator[list[RolloutContext]]:
-    async with contextlib.AsyncExitStack() as stack:
-        parts = []
-        for one in members:
-            settings, config = one.spec.settings, one.environment.config
-            made = rollout_context(
-                settings,
-                one.environment,
-                one.spec.reference,
-                observer=observe(one.environment.name),
-                need_engine=False,
-                need_exact=True,
-                drop_zero_variance=config.ensure_scores_are_not_same is not False,
-                for_training=True,
-                shared=room,
-                played=players,
-                is_up=partial(_found, health, one.environment.name),
-            )
-            parts.append(await stack.enter_async_context(made))
-        yield parts
+def _audit(auditor: Auditor, event: Event) -> None:
+    if isinstance(event, GroupDelivered):
+        for trajectory in event.group.trajectories:
+            auditor.offer(trajectory)
 
 
 def _found(health: Health, environment: str, part: str) -> None:
     health.found(f"{part}:{environment}")
-
-
-def _smallest_group(members: Members) -> int:
-    sizes: list[int] = []
-    for one in members:
-        size = one.environment.config.group_size
-        sizes.append(min(one.spec.settings.rollouts.min_group_size or size, size))
-    return min(sizes)
 
 
 async def _schedulers(
@@ -323,17 +286,17 @@ async def _schedulers(
     curricula: Mapping[str, TaskStream],
     tracked: Tracking | None,
 ) -> Several:
-    settings = members[0].spec.settings
+    settings = members[0].settings
     made = {
         one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
     }
     if tracked is not None:
         tracked.already = sum(made.values())
-    total = settings.total_groups
-    turns = Turns(
-        Shares(targets(one.share for one in members), made),
+    lane = lanes(
+        [one.share for one in members],
+        made,
         room=settings.rollouts.max_concurrent,
-        wanted=None if total is None else max(0, total - sum(made.values())),
+        total=settings.total_groups,
     )
     schedulers = {}
     for one, machine in zip(members, parts, strict=True):
@@ -346,15 +309,14 @@ async def _schedulers(
             prefix=id_prefix(one.environment),
             capacity=settings.rollouts.max_concurrent // config.group_size + 1,
         )
-        steps = config.total_steps
         schedulers[name] = Scheduler(
             machine,
             stream_of(one.environment, curricula.get(name), repeat=True),
             sink,
-            wanted=None if steps is None else max(0, steps - made[name]),
+            wanted=still_wanted(config.total_steps, made[name]),
             stop_on_failures=False,
             opened=sink.opened,
             counted=sink.dropped,
-            lane=turns.lane(name) if len(members) > 1 or total is not None else None,
+            lane=lane[name],
         )
     return Several(schedulers)

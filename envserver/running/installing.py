@@ -9,9 +9,7 @@ where the package brings none, comes from this interpreter.
 
 from __future__ import annotations
 
-import configparser
 import contextlib
-import email
 import importlib.util
 import json
 import os
@@ -22,9 +20,9 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, PathDistribution, distribution
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +33,7 @@ from envserver_records.extras import install_command
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from ..integration_interface import Backend
-from ..registry import ENTRY_POINT_GROUP, known_names
+from ..registry import ENTRY_POINT_GROUP, known_names, make_environment
 from ..registry import installed as installations
 from ..registry.description import Description
 from ..registry.installed import (
@@ -57,9 +54,10 @@ from ..registry.manifest import Manifest, as_yaml, completed, read_manifests
 _OURS = ("envserver", "envserver-clients")
 _DESCRIBE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envserver.registry.description import main; main(*sys.argv[2:])"
+    "from envserver.registry.describing import main; main(*sys.argv[2:])"
 )
 _LAST_LINES = 12
+_LICENCES = ("License-Expression", "License")
 
 
 @contextmanager
@@ -163,8 +161,9 @@ def install_environment(
             hint="--replace true makes its virtual environment anew.",
         )
     kept = before.names if before is not None else []
-    with _place(backend, anew=before is None or replace) as place:
-        python = before.interpreter if before is not None and not replace else None
+    python = before.interpreter if before is not None and not replace else None
+    opened = folder_of(backend.name) if python is None else nullcontext(home() / backend.name)
+    with opened as place:
         if python is None:
             on_progress(f"Making a virtual environment for {backend.name}")
             python = make_venv(place)
@@ -174,32 +173,44 @@ def install_environment(
         pip("--python", python.executable, "install", *wanted, failure=failure)
         if backend.prepare:
             run([python.executable, "-c", backend.prepare], failure)
-        return _record(backend, sorted({*kept, reference}), python, reference)
+        version = str(Requirement(backend.requirements[0]).specifier).removeprefix("==")
+        return _record(
+            Installed(
+                package=backend.name,
+                version=version,
+                source=reference,
+                environments=[],
+                interpreter=python,
+            ),
+            sorted({*kept, reference}),
+        )
 
 
-@contextlib.contextmanager
-def _place(backend: Backend, anew: bool) -> Iterator[Path]:
-    if not anew:
-        yield home() / backend.name
-        return
-    with folder_of(backend.name) as place:
-        yield place
+def _record(
+    one: Installed,
+    references: Sequence[str],
+    written: Mapping[str, Manifest] | None = None,
+    licence: str = "",
+) -> Installed:
+    """Describes the environments of a package in their interpreter, and records it.
+    `written`: the manifests that it has, by name.
+    """
+    place, python = one.folder, one.interpreter
+    executable, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
+    if python is not None:
+        executable, path = python.executable, python.search_path
+    unusable = f"{one.package} cannot be used"
+    described = describe(references, executable, path, place, unusable)
+    one = msgspec.structs.replace(one, environments=described)
+    if python is not None:
+        from ..registry.hosted import hosted_class
 
-
-def _record(backend: Backend, references: list[str], python: Interpreter, source: str) -> Installed:
-    place = home() / backend.name
-    cannot = f"{backend.name} cannot be used"
-    described = describe(references, python.executable, python.search_path, place, cannot)
-    one = Installed(
-        package=backend.name,
-        version=str(Requirement(backend.requirements[0]).specifier).removeprefix("=="),
-        source=source,
-        environments=described,
-        interpreter=python,
-    )
+        for each in described:
+            hosted_class(one, each, make_environment)
+    known, where = written or {}, f"{MANIFEST} of {one.package}"
     manifests = [
-        completed(Manifest(name=each.name), each, one.version, "", str(place / MANIFEST))
-        for each in described
+        completed(known.get(name, Manifest(name=name)), each, one.version, licence, where)
+        for name, each in zip(one.names, described, strict=True)
     ]
     (place / MANIFEST).write_text(as_yaml(manifests))
     write_record(one)
@@ -285,28 +296,17 @@ def install(
             if own:
                 python = make_venv(place)
                 pip("--python", python.executable, "install", wheel.path, failure=cannot)
-                executable, path = python.executable, python.search_path
             else:
                 target = place / PACKAGES
                 pip("install", "--no-deps", "--target", target, wheel.path, failure=cannot)
-                executable, path = sys.executable, [*filter(None, sys.path), str(target)]
-            unusable = f"{wheel.package} cannot be used"
-            described = describe(wheel.names, executable, path, place, unusable)
             one = Installed(
                 package=wheel.package,
                 version=wheel.version,
                 source=source,
-                environments=described,
+                environments=[],
                 interpreter=python,
             )
-            if python is not None:
-                from ..registry.hosted import hosted_class
-
-                for each in described:
-                    hosted_class(one, each)
-            (place / MANIFEST).write_text(_manifest(wheel, described))
-            write_record(one)
-    return one
+            return _record(one, wheel.names, _written(wheel), wheel.licence)
 
 
 def remove(name: str) -> Installed:
@@ -369,17 +369,14 @@ def _read(path: Path, source: str) -> _Wheel:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             (metadata,) = (each for each in names if each.endswith(".dist-info/METADATA"))
-            facts = email.message_from_bytes(archive.read(metadata))
-            points = metadata.replace("METADATA", "entry_points.txt")
-            text = archive.read(points).decode() if points in names else ""
+            held = PathDistribution(zipfile.Path(archive, metadata.removesuffix("METADATA")))
+            facts, requirements = held.metadata, held.requires or []
+            offered = held.entry_points.select(group=ENTRY_POINT_GROUP)
             manifests = [each for each in names if Path(each).name == MANIFEST]
             manifest = archive.read(manifests[0]).decode() if manifests else ""
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(f"{source} is not a wheel: {error}") from error
-    parser = configparser.ConfigParser(delimiters=("=",))
-    parser.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their case
-    parser.read_string(text)
-    if not parser.has_section(ENTRY_POINT_GROUP):
+    if not offered:
         raise InputError(
             f"{facts['Name']} offers no environment.",
             hint=f'Its pyproject.toml needs [project.entry-points."{ENTRY_POINT_GROUP}"].',
@@ -388,9 +385,9 @@ def _read(path: Path, source: str) -> _Wheel:
         path=path,
         package=canonicalize_name(facts["Name"]),
         version=facts["Version"],
-        licence=facts["License-Expression"] or facts["License"] or "",
-        requirements=[Requirement(each) for each in facts.get_all("Requires-Dist") or []],
-        names=sorted(parser[ENTRY_POINT_GROUP]),
+        licence=next((facts[key] for key in _LICENCES if key in facts), ""),
+        requirements=[Requirement(each) for each in requirements],
+        names=sorted(offered.names),
         manifest=manifest,
     )
 
@@ -429,23 +426,12 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
     return found
 
 
-def _manifest(wheel: _Wheel, environments: list[Description]) -> str:
+def _written(wheel: _Wheel) -> dict[str, Manifest]:
     place = f"{MANIFEST} of {wheel.package}"
     written = read_manifests(wheel.manifest, place)
     if unknown := [name for name in written if name not in wheel.names]:
         raise ConfigError(f"{place}: the package has no environment {unknown[0]!r}.")
-    return as_yaml(
-        [
-            completed(
-                written.get(one.name, Manifest(name=one.name)),
-                one,
-                wheel.version,
-                wheel.licence,
-                place,
-            )
-            for one in environments
-        ]
-    )
+    return written
 
 
 CARD = "README.md"

@@ -13,8 +13,8 @@ import structlog
 from envserver_records.errors import ConfigError, EnvserverError, StoreError, StoreLost
 
 from ..environment import Environment
-from ..rollouts.estimates import UNTRIED, Estimate, Scored, scored_of, updated
-from ..rollouts.events import Event, GroupDelivered, GroupDropped
+from ..rollouts.estimates import UNTRIED, Estimate, Scored, updated
+from ..rollouts.events import Event, scored_in
 from ..rollouts.scheduler import Scheduler, Share, targets
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
@@ -30,9 +30,13 @@ S = TypeVar("S", bound=EnvironmentSettings)
 
 @dataclass(frozen=True)
 class RunSpec(Generic[S]):
+    """An environment and its settings. `name`: tells it from others of an evaluation; errors have
+    it."""
+
     settings: S
     reference: str
     environment_class: type[Environment]
+    name: str = ""
 
     def make_environment(self) -> Environment:
         from ..rollouts.rewards import roles_of
@@ -42,12 +46,16 @@ class RunSpec(Generic[S]):
             environment = self.environment_class(self.settings.env)
             roles_of(environment)
             return environment
+        except ConfigError as error:
+            error.message = f"{self.name}: {error.message}" if self.name else error.message
+            raise
         except EnvserverError:
             raise
         except (Exception, SystemExit) as error:
+            named = f"{self.name}: " if self.name else ""
             raise ConfigError(
-                f"Environment {self.reference!r} cannot be made: {type(error).__name__}: {error} "
-                f"{place_of(error)}"
+                f"{named}Environment {self.reference!r} cannot be made: {type(error).__name__}: "
+                f"{error} {place_of(error)}"
             ) from error
 
 
@@ -59,6 +67,10 @@ class Member(Generic[M]):
     spec: RunSpec[M]
     environment: Environment
     share: Share
+
+    @property
+    def settings(self) -> M:
+        return self.spec.settings
 
 
 def alone(spec: RunSpec[M]) -> Member[M]:
@@ -256,12 +268,7 @@ class Book:
             self._count(scored)
 
     def observe(self, event: Event) -> None:
-        news: Scored | None = None
-        if isinstance(event, GroupDelivered):
-            news = scored_of(event.group)
-        elif isinstance(event, GroupDropped):
-            news = event.scored
-        if news is not None:
+        if (news := scored_in(event)) is not None:
             self._count(news)
             self.curriculum.observe(event)
 

@@ -27,7 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
@@ -47,7 +47,7 @@ from ..settings.section import Section
 from ..telemetry.log_lines import text_processors
 from ..workers.linux import killing_programs
 from . import replaying, rescoring, scoring, verifying
-from .evaluating import Choice, EvaluatedEnvironment, Evaluation, evaluate_members
+from .evaluating import Choice, Evaluation, evaluate_members
 from .group_run import Give, GroupRun, process_run
 from .hosting import Members
 from .judging import CACHE_NAME
@@ -404,7 +404,7 @@ async def _serve(
 ) -> Served:
     members: Members = members_of(ServeSettings, environment, settings)
     serves: contextlib.AbstractAsyncContextManager[Serving | RayServing]
-    if members[0].spec.settings.ray.address:
+    if members[0].settings.ray.address:
         from .ray_serving import ray_serving
 
         serves = ray_serving(members)
@@ -436,7 +436,7 @@ async def evaluate(
     listed: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
     given = settings if out is None else {**settings, "out": Path(out)}
     specs = [spec_of(EvaluateSettings, one, given, defaults=EVALUATION_DEFAULTS) for one in listed]
-    members = [EvaluatedEnvironment(spec.environment_class.name, spec) for spec in specs]
+    members = [replace(spec, name=spec.environment_class.name) for spec in specs]
     return await evaluate_members(members, choice_of(specs[0].settings))
 
 
@@ -481,15 +481,8 @@ async def score(
         given = {**settings, "input": source, "out": target}
         spec = spec_of(ScoreSettings, environment, given)
         judge = spec.settings.judge  # its answers are kept, unlike the output
-        summary = await scoring.run_score(
-            spec.reference,
-            spec.settings.env.model_dump(mode="json"),
-            source,
-            target,
-            processes=spec.settings.processes,
-            sandbox=spec.settings.sandbox,
-            judge=judge.model_copy(update={"cache": judge.cache or Path("data", CACHE_NAME)}),
-        )
+        judge.cache = judge.cache or Path("data", CACHE_NAME)
+        summary = await scoring.run_score(spec)
         lines = (await asyncio.to_thread(target.read_text)).splitlines()
         scored = [json.loads(line) for line in lines]
     return ScoreResult(scored, summary)
@@ -545,11 +538,7 @@ async def replay(
     chosen = environment if environment is not None else replaying.recorded_environment(record)
     recorded = replaying.recorded_settings(record, find(reference_of(chosen)).Config)
     spec = spec_of(ReplaySettings, chosen, given, defaults=recorded)
-    own = spec.settings
-    live = own.services == "live" or (own.services == "auto" and not record.kept)
-    return await replaying.replay(
-        record, own, spec.make_environment(), spec.reference, live_services=live, debug=False
-    )
+    return await replaying.replay(record, spec)
 
 
 async def verify(source: Path | str, **settings: Any) -> verifying.Report:

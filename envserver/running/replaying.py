@@ -36,12 +36,13 @@ from ..rollouts.replaying import (
 )
 from ..rollouts.scoring import score_once
 from ..rollouts.stream import GroupRequest
-from ..settings.config import Settings
 from ..settings.section import EnvironmentConfig
 from ..tokens.builder import trained_ids
 from ..workers.debugging import DebugPool
 from .context import played_context
 from .judging import beside_source, folder_of, judge_of
+from .mix import RunSpec
+from .run_settings import ReplaySettings
 from .scoring import TaskFinder
 
 _log = structlog.get_logger("envserver.replay")
@@ -225,30 +226,24 @@ def _warn_of_settings(record: Record, environment: Environment) -> None:
         _log.warning("settings_differ_from_record", settings=unlike, hint=hint)
 
 
-async def replay(
-    record: Record,
-    settings: Settings,
-    environment: Environment,
-    reference: str,
-    *,
-    live_services: bool,
-    debug: bool,
-) -> Replayed:
+async def replay(record: Record, spec: RunSpec[ReplaySettings], *, debug: bool = False) -> Replayed:
+    settings, environment = spec.settings, spec.make_environment()
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)
-    if not live_services:
+    live = settings.services == "live" or (settings.services == "auto" and not record.kept)
+    if not live:
         recorded = RecordedServices(record.services, player)
         environment.services = lambda: contextlib.nullcontext(recorded)  # type: ignore[method-assign]
     otherwise = folder_of(settings.store)
     async with (
         judge_of(settings.judge, beside_source([record.source], otherwise)) as judge,
         played_context(
-            settings, environment, reference, player, model, judge, unconstrained=True
+            settings, environment, spec.reference, player, model, judge, unconstrained=True
         ) as parts,
     ):
         facts = record.facts
-        finder = TaskFinder.of(environment, reference, split=facts["split"], seed=facts["seed"])
+        finder = TaskFinder(environment, split=facts["split"], seed=facts["seed"])
         task = await finder.find(facts["task_id"])
         if debug:
             parts = msgspec.structs.replace(parts, pool=DebugPool())
@@ -265,23 +260,28 @@ async def _played(record: Record, parts: RolloutContext, task: Task, player: Pla
         seed=facts["seed"],
         task=task,
     )
+    compared: list[Fact] = []
+    failure = ""
     try:
         finished = await run_once(parts, request, rollout.rollout_id, rollout.attempt)
+        if player.difference is None:
+            score = await _scored(parts, task, rollout, finished)
+            compared = list(_facts(record, finished, score))
     except RolloutError as error:
-        return Replayed(player.played, player.left, player.difference, str(error))
-    if player.difference is not None:
-        return Replayed(player.played, player.left, player.difference)
+        failure = str(error)
+    return Replayed(player.played, player.left, player.difference, failure, compared)
+
+
+async def _scored(
+    parts: RolloutContext, task: Task, rollout: StoredRollout, finished: Finished
+) -> Score:
     if parts.scorer.needs_token_ids and finished.result.completion_ids is None:
         finished.result.completion_ids = trained_ids(rollout.rows)  # the record has them
     try:
-        score = await score_once(parts.scorer, task, finished.result)
+        return parts.scorer.delivered(await score_once(parts.scorer, task, finished.result))
     except RolloutError as error:
-        return Replayed(player.played, player.left, None, f"It cannot be scored: {error}")
-    return Replayed(
-        player.played,
-        player.left,
-        facts=list(_facts(record, finished, parts.scorer.delivered(score))),
-    )
+        error.message = f"It cannot be scored: {error.message}"
+        raise
 
 
 def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:

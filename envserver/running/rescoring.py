@@ -28,12 +28,12 @@ from ..export.jsonl import OutputFile, cut_torn_line, lock, open_appending
 from ..export.stored import StoredGroup, StoredRollout, read_groups
 from ..formats.atropos import ScoreRange, score_in_range
 from ..registry import absolute
-from ..rollouts.scoring import SCORING_FAILURES, ScorerPool
+from ..rollouts.scoring import ScorerPool, score_once
 from ..tokens.builder import trained_ids
 from .judging import beside_source
 from .mix import RunSpec
 from .run_settings import RescoreSettings
-from .scoring import TaskFinder, environment_of, open_scorers
+from .scoring import TaskFinder, open_scorers
 
 Json = dict[str, Any]
 
@@ -201,28 +201,17 @@ async def rescore(
 ) -> Tally:
     settings, sources, out = spec.settings, spec.settings.source, spec.settings.out
     _check_apart(sources, out)
-    reference = absolute(spec.reference)
-    env_config = settings.env.model_dump(mode="json")
-    environment = environment_of(reference, env_config)
     rubric = absolute(settings.rubric) if settings.rubric is not None else None
     tally = Tally()
     opening = _output(out, tally, resume=settings.resume, overwrite=settings.overwrite)
     with opening as (output, done):
-        async with open_scorers(
-            reference,
-            environment,
-            env_config,
-            settings.processes,
-            settings.sandbox,
-            settings.judge,
-            beside_source(sources, out.parent),
-            rubric=rubric,
-        ) as opened:
+        judge_folder = beside_source(sources, out.parent)
+        async with open_scorers(spec, judge_folder, rubric=rubric) as opened:
+            environment = opened.environment
 
             @functools.cache
             def finder(split: str, seed: int) -> TaskFinder:
-                changed = {**env_config, "split": split, "seed": seed}
-                return TaskFinder(reference, changed, opened.address)
+                return TaskFinder(environment, split=split, seed=seed)
 
             work = _Rescoring(
                 scorers=opened.pool,
@@ -296,15 +285,10 @@ class _Rescoring:
         return result
 
     async def _scores(self, task: Task, results: list[Result]) -> list[Score]:
-        scores = list(await asyncio.gather(*(self._score(task, each) for each in results)))
+        scored = (score_once(self.scorers, task, each) for each in results)
+        scores = list(await asyncio.gather(*scored))
         final = await self.scorers.score_group(task, results, scores)
         return [self.scorers.delivered(score) for score in final]
-
-    async def _score(self, task: Task, result: Result) -> Score:
-        try:
-            return await self.scorers.score(task, result)
-        except SCORING_FAILURES:
-            return await self.scorers.score(task, result)
 
 
 def result_of(rollout: StoredRollout) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from ..api.sandboxes import create_sandbox_api
 from ..http.health import Health, Metrics
@@ -15,19 +16,22 @@ from ..telemetry.process import LoopLag
 from .run_settings import SandboxesServeSettings
 
 
+@dataclass(eq=False, repr=False)
 class ServedSandboxes:
-    def __init__(self, machine: SandboxMachine, health: Health, server: RunningServer) -> None:
-        self.machine = machine
-        self.url = server.url
-        self._health = health
-        self._server = server
+    machine: SandboxMachine
+    health: Health
+    server: RunningServer
+
+    @property
+    def url(self) -> str:
+        return self.server.url
 
     async def drain(self) -> None:
-        self._health.drain()
+        self.health.drain()
         await self.machine.drain()
 
     async def close(self) -> None:
-        await self._server.close(at_once=True)
+        await self.server.close(at_once=True)
 
 
 @asynccontextmanager

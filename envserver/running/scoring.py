@@ -32,98 +32,79 @@ from envserver_records.errors import EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
 from envserver_records.records import Score, Task
 from envserver_records.waiting import in_order
+from pydantic import ValidationError
 
 from ..environment import Environment
 from ..judges.server import JudgeServer
-from ..registry import absolute, find
+from ..registry import absolute
+from ..rollouts.ordered import MOST_TASKS, TaskIndex
 from ..rollouts.scorer_process import RowToScore
 from ..rollouts.scoring import ScorerPool
-from ..sandbox.maker import SandboxAddress
 from ..sandbox.opening import WatchedSandboxes
-from ..settings.config import SandboxConfig
-from ..settings.runs import JudgeConfig
 from .judging import judge_line, judge_of, scorer_processes
+from .mix import RunSpec
+from .run_settings import ScoreSettings
 from .sandboxes import sandboxes_of
-
-MAX_TASKS_SEARCHED = 100_000
 
 
 class TaskFinder:
-    """Finds tasks by id; reads the environment's tasks only as far as needed."""
+    """Finds tasks of an environment by id; reads them only as far as needed.
 
-    def __init__(
-        self, env_reference: str, env_config: dict[str, Any], sandbox_address: SandboxAddress | None
-    ) -> None:
-        self._reference = env_reference
-        self._config = env_config
-        self._sandbox_address = sandbox_address
+    Args:
+        environment: its tasks are read from another instance, with the settings `changed`.
+    """
+
+    def __init__(self, environment: Environment, **changed: Any) -> None:
+        self._environment = environment
+        self._changed = changed
         self._lock = asyncio.Lock()
-        self._seen: dict[str, Task] = {}
-        self._tasks: Iterator[Task] | None = None
-        self._split = ""
-
-    @classmethod
-    def of(cls, environment: Environment, reference: str, **changed: Any) -> TaskFinder:
-        """Finds the tasks of `environment`, with changed settings, in its sandboxes."""
-        address = getattr(getattr(environment, "sandboxes", None), "address", None)
-        return cls(reference, environment.config.model_dump(mode="json") | changed, address)
+        self._index: TaskIndex | None = None
 
     async def find(self, task_id: str) -> Task:
         async with self._lock:
-            if task_id not in self._seen:
-                await self._search(task_id)
-        if task_id not in self._seen:
-            raise self._missing(task_id)
-        return self._seen[task_id]
-
-    async def _search(self, task_id: str) -> None:
+            if self._index is None:
+                self._index = TaskIndex(await asyncio.to_thread(self._another))
+        split = self._index.environment.config.split
         try:
-            await asyncio.to_thread(self._read_until, task_id)
-        except EnvserverError:
+            (task,) = await self._index.find(split, [task_id])
+        except NotFoundError as error:
+            first = await self._index.after(split, 0, 1)
+            error.hint = f"Ids are such as {first[0].id!r}." if first else ""
             raise
-        except (Exception, SystemExit) as error:
-            raise InputError(
-                f"The tasks cannot be read: {type(error).__name__}: {error}"
-            ) from error
+        return task
 
     def find_here(self, task_id: str) -> Task:
         """For a debugger: what the environment raises is raised as it is."""
-        self._read_until(task_id)
-        if task_id not in self._seen:
-            raise self._missing(task_id)
-        return self._seen[task_id]
-
-    def _missing(self, task_id: str) -> NotFoundError:
-        return NotFoundError(
-            f"There is no task {task_id[:100]!r} in the split {self._split}.",
-            hint=f"{len(self._seen)} tasks were searched, such as {next(iter(self._seen), '')!r}.",
-        )
-
-    def _read_until(self, task_id: str) -> None:
-        if self._tasks is None:
-            self._tasks = self._all_tasks()
-        for task in itertools.islice(self._tasks, MAX_TASKS_SEARCHED - len(self._seen)):
-            self._seen.setdefault(task.id, task)
+        environment = self._another()
+        split = environment.config.split
+        for task in itertools.islice(environment.tasks(split), MOST_TASKS):
             if task.id == task_id:
-                return
+                return task
+        raise NotFoundError(f"There is no task {task_id[:100]!r} in the split {split}.")
 
-    def _all_tasks(self) -> Iterator[Task]:
-        environment = environment_of(self._reference, self._config)
-        if self._sandbox_address is not None:
-            environment.sandboxes = WatchedSandboxes(self._sandbox_address)
-        self._split = environment.config.split
-        return iter(environment.tasks(environment.config.split))
+    def _another(self) -> Environment:
+        kind = type(self._environment)
+        values = self._environment.config.model_dump(mode="json") | self._changed
+        try:
+            config = kind.Config.model_validate(values)
+        except ValidationError as error:
+            raise InputError(f"The tasks cannot be read: {error}") from error
+        return in_sandboxes_of(self._environment, kind(config))
 
 
-def environment_of(reference: str, config: dict[str, Any]) -> Environment:
-    environment_class = find(reference)
-    return environment_class(environment_class.Config.model_validate(config))
+def in_sandboxes_of(opened: Environment, environment: Environment) -> Environment:
+    """Lets `environment` use the sandboxes of `opened`, if it has any."""
+    if isinstance(sandboxes := getattr(opened, "sandboxes", None), WatchedSandboxes):
+        environment.sandboxes = WatchedSandboxes(sandboxes.address)
+    return environment
 
 
 @dataclass(frozen=True)
 class OpenScorers:
+    """Scorer processes, and an instance of their environment, with its sandboxes."""
+
     pool: ScorerPool
-    address: SandboxAddress | None
+    environment: Environment
     judge: JudgeServer | None
 
     def judge_line(self) -> str | None:
@@ -132,31 +113,23 @@ class OpenScorers:
 
 @asynccontextmanager
 async def open_scorers(
-    reference: str,
-    environment: Environment,
-    env_config: dict[str, Any],
-    processes: int,
-    sandbox: SandboxConfig | None,
-    judge: JudgeConfig | None,
-    judge_folder: Path,
-    **options: Any,
+    spec: RunSpec[Any], judge_folder: Path, **options: Any
 ) -> AsyncIterator[OpenScorers]:
     """`judge_folder`: where the judge keeps its answers, unless its settings say it."""
-    judge = judge or JudgeConfig()
+    settings, environment = spec.settings, spec.make_environment()
     async with (
-        sandboxes_of(environment, sandbox or SandboxConfig()) as service,
-        judge_of(judge, judge_folder) as opened_judge,
-    ):
-        address = service.address if service is not None else None
-        async with ScorerPool(
-            reference,
-            env_config,
-            scorer_processes(processes, judge),
-            sandbox_address=address,
-            judge=opened_judge,
+        sandboxes_of(environment, settings.sandbox) as service,
+        judge_of(settings.judge, judge_folder) as judge,
+        ScorerPool(
+            absolute(spec.reference),
+            settings.env.model_dump(mode="json"),
+            scorer_processes(settings.processes, settings.judge),
+            sandbox_address=service.address if service is not None else None,
+            judge=judge,
             **options,
-        ) as pool:
-            yield OpenScorers(pool, address, opened_judge)
+        ) as pool,
+    ):
+        yield OpenScorers(pool, environment, judge)
 
 
 MAX_LINE_BYTES = 4 << 20
@@ -182,20 +155,12 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 async def run_score(
-    env_reference: str,
-    env_config: dict[str, Any],
-    input: Path,
-    output: Path,
-    *,
-    processes: int = 2,
-    sandbox: SandboxConfig | None = None,
-    judge: JudgeConfig | None = None,
-    progress: Progress = lambda rows, share: None,
+    spec: RunSpec[ScoreSettings], progress: Progress = lambda rows, share: None
 ) -> Summary:
-    reference = absolute(env_reference)
+    output = spec.settings.out
     started = time.monotonic()
     summary = Summary()
-    with _open_input(input) as source, _output(output) as target:
+    with _open_input(spec.settings.input) as source, _output(output) as target:
         size = max(1, os.fstat(source.fileno()).st_size)
 
         def deliver(line: _Line, scored: Score) -> None:
@@ -206,11 +171,8 @@ async def run_score(
                 target.write(json.dumps(row).encode() + b"\n")
             progress(summary.rows, min(1.0, line.end / size))
 
-        environment = environment_of(reference, env_config)
-        async with open_scorers(
-            reference, environment, env_config, processes, sandbox, judge, output.parent
-        ) as opened:
-            finder = TaskFinder(reference, env_config, opened.address)
+        async with open_scorers(spec, output.parent) as opened:
+            finder = TaskFinder(opened.environment)
 
             async def score(line: _Line) -> Score:
                 try:
@@ -240,24 +202,23 @@ def _size(line: _Line) -> int:
     return max(len(line.data or b""), MAX_BYTES_IN_FLIGHT // MAX_ROWS_IN_FLIGHT)
 
 
+class _Row(msgspec.Struct):
+    """A row of the input. `task`: a row of a data set, or the id of a task."""
+
+    task: dict[str, Any] | str
+    response: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+
+
 async def _read(line: _Line, finder: TaskFinder) -> RowToScore:
     row = _parsed(line.data)
-    if "task" not in row:
-        raise InputError("The row has no key 'task'.")
-    task = row["task"]
-    if isinstance(task, str):
-        task = await finder.find(task)
-    elif not isinstance(task, dict):
-        raise InputError("'task' must be a data-set row (an object) or a task id (a text).")
-    finish_reason = row.get("finish_reason")
-    if finish_reason is not None and not isinstance(finish_reason, str):
-        raise InputError("'finish_reason' must be a text.")
-    messages = _messages(row)
+    messages = row.messages or []
     return RowToScore(
-        task=task,
-        response=_response(row, messages),
+        task=await finder.find(row.task) if isinstance(row.task, str) else row.task,
+        response=_last_text(messages) if row.response is None else row.response,
         messages=messages,
-        finish_reason=finish_reason,
+        finish_reason=row.finish_reason,
     )
 
 
@@ -278,41 +239,29 @@ def _lines(source: BinaryIO) -> Iterator[_Line]:
             yield _Line(number, end, data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data)
 
 
-def _parsed(data: bytes | None) -> dict[str, Any]:
+def _parsed(data: bytes | None) -> _Row:
     if data is None:
         raise InputError(f"The row is longer than {MAX_LINE_BYTES} bytes.")
     try:
-        row = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        values = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        return msgspec.convert(values, _Row)
     except UnicodeDecodeError as error:
         raise InputError(f"The row is not UTF-8: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
         raise InputError(f"The row is not JSON: {error.msg} at character {error.pos}.") from error
+    except msgspec.ValidationError as error:
+        raise InputError(f"The row cannot be scored: {error}.") from error
     except ValueError as error:
         raise InputError(f"The row is not JSON: {error}") from error
     except RecursionError as error:
         raise InputError("The row is nested too deeply.") from error
-    if not isinstance(row, dict):
-        raise InputError("The row is not a JSON object.")
-    return row
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = row.get("messages") or []
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise InputError("'messages' must be a list of objects.")
-    return messages
-
-
-def _response(row: dict[str, Any], messages: list[dict[str, Any]]) -> str:
-    response = row.get("response")
-    if response is not None:
-        if not isinstance(response, str):
-            raise InputError("'response' must be a text.")
-        return response
+def _last_text(messages: list[dict[str, Any]]) -> str:
     if not messages:
         raise InputError("The row has neither a key 'response' nor 'messages'.")
     for message in reversed(messages):

@@ -168,16 +168,13 @@ def _about(row: AuditedRow, kind: str, message: str, position: int | None = None
 async def verify(
     source: Source,
     engine: Engine,
-    *,
-    tolerance: float,
-    sample: Sample,
-    seed: int,
-    policy_version: int | None,
-    concurrency: int,
+    settings: VerifySettings,
     progress: Progress = lambda groups, rows, share: None,
 ) -> Report:
-    version = await source.newest_version() if policy_version is None else policy_version
-    report = Report(tolerance, version)
+    sample, version = parse_sample(settings.sample), settings.policy_version
+    if version is None:
+        version = await asyncio.to_thread(source.newest_version)
+    report = Report(settings.tolerance, version)
     rescorer = Rescorer(engine)
     await rescorer.context()  # report an engine that does not answer before reading anything
 
@@ -199,8 +196,8 @@ async def verify(
             tell()
 
     taking = asyncio.Lock()
-    async with aclosing(_chosen(source, report, sample, seed, tell)) as rows:
-        workers = [asyncio.create_task(compare(rows)) for _ in range(concurrency)]
+    async with aclosing(_chosen(source, report, sample, settings.seed, tell)) as rows:
+        workers = [asyncio.create_task(compare(rows)) for _ in range(settings.concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -217,7 +214,8 @@ async def _chosen(
     """
     kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
-    async for delivery in source.deliveries():
+    deliveries = source.deliveries()
+    while (delivery := await asyncio.to_thread(next, deliveries, None)) is not None:
         report.add_delivery(delivery)
         tell(delivery.end / source.size if source.size else None)
         for row in delivery.rows:
@@ -241,27 +239,18 @@ async def verify_source(
     settings: VerifySettings, on_progress: Progress = lambda groups, rows, share: None
 ) -> tuple[Report, str]:
     """Also returns the name of the model that scored."""
-    sample = parse_sample(settings.sample)
+    parse_sample(settings.sample)  # raises what is wrong with it before anything is opened
     async with AsyncExitStack() as stack:
         source: FileSource | ServerSource
         if settings.source.startswith(("http://", "https://")):
-            source = await stack.enter_async_context(ServerSource(settings.source))
+            source = stack.enter_context(ServerSource(settings.source))
         else:
             source = FileSource(Path(settings.source), digests=settings.digests)
         openai = await stack.enter_async_context(
             started(settings.model, settings.openai, settings.engine)
         )
         engine = await stack.enter_async_context(_engine(settings, openai))
-        report = await verify(
-            source,
-            engine,
-            tolerance=settings.tolerance,
-            sample=sample,
-            seed=settings.seed,
-            policy_version=settings.policy_version,
-            concurrency=settings.concurrency,
-            progress=on_progress,
-        )
+        report = await verify(source, engine, settings, on_progress)
         return report, await engine.model_name()
 
 

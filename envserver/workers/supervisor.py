@@ -19,7 +19,8 @@ import orjson
 import structlog
 from envserver_records.errors import ConfigError, EnvserverError, NotFoundError
 
-from ..registry.interpreters import PYTHON_VARIABLES, interpreter_of
+from ..registry import interpreter_of
+from ..registry.interpreters import PYTHON_VARIABLES
 from ..sandbox.places import temporary_folder
 from ..sandbox.wire import NAMESPACE_BACKENDS
 from . import linux

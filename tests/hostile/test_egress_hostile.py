@@ -5,6 +5,7 @@ The sandbox is a real one (`namespace`), before the real proxy and the simulated
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.api import requested
 from support.cases import cases_of
 
 from envserver import Settings
+from envserver.proxy.egress_rules import EgressRules
 from envserver.registry import find
 from envserver.rollouts.group import make_group
 from envserver.running.context import rollout_context
@@ -21,7 +23,11 @@ CASES = cases_of(__file__)
 
 
 @pytest.mark.parametrize("kind_name", ["Outgoing", "Boxed"])
-async def test_sandboxed_code_reaches_what_is_listed_only(tmp_path: Path, kind_name: str) -> None:
+async def test_sandboxed_code_reaches_what_is_listed_only(
+    tmp_path: Path, kind_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = partial(EgressRules, addresses_for_tests={"api.test": "127.0.0.1"})
+    monkeypatch.setattr("envserver.running.context.EgressRules", rules)
     asked: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -40,9 +46,7 @@ async def test_sandboxed_code_reaches_what_is_listed_only(tmp_path: Path, kind_n
     )
     environment = kind(kind.Config(group_size=1))
     context: Any
-    async with rollout_context(
-        settings, environment, reference, egress_addresses_for_tests={"api.test": "127.0.0.1"}
-    ) as context:
+    async with rollout_context(settings, environment, reference) as context:
         group = await make_group(context, requested(0, env="outgoing"))
     outside.close()
     (trajectory,) = group.trajectories

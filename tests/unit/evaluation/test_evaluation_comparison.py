@@ -34,7 +34,8 @@ from envserver.evaluation.report import Asked, Counted, Report, robustness, suit
 from envserver.evaluation.results import Action, Steps, steps_of
 from envserver.evaluation.tables import comparison_markdown, comparison_notes, markdown_of
 from envserver.running import evaluating
-from envserver.running.evaluating import EvaluatedEnvironment, Evaluation
+from envserver.running.evaluating import Evaluation
+from envserver.running.mix import RunSpec
 
 CASES = cases_of(__file__)
 
@@ -344,9 +345,7 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the models that were evaluated, in order."""
     real, names = evaluating.evaluate_members, []
 
-    async def simulated(
-        members: Sequence[EvaluatedEnvironment[Any]], *given: Any, **more: Any
-    ) -> Evaluation:
+    async def simulated(members: Sequence[RunSpec[Any]], *given: Any, **more: Any) -> Evaluation:
         for member in members:
             name = Path(member.settings.model).name
             alpha = float(name.removeprefix("alpha-")) if "alpha" in name else 0.0

@@ -86,6 +86,6 @@ def test_programs_are_found_in_the_data(tmp_path: Path, monkeypatch: pytest.Monk
     assert (place, version_in(place)) == (tmp_path / "envserver/agents/codex", "")
     place.mkdir(parents=True)
     (place / "agent.json").write_text('{"version": "0.169.0"}')
-    chosen = chosen_harness(HarnessConfig(name="codex"), None)
-    assert chosen is not None
-    assert chosen.spec.identity() == {"name": "codex", "version": "0.169.0"}
+    harness, _ = chosen_harness(HarnessConfig(name="codex"), None)
+    assert harness is not None
+    assert harness.identity() == {"name": "codex", "version": "0.169.0"}

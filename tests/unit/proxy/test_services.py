@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from envserver.http import requests  # noqa: F401 - as in a server: it has anoth
 from envserver.proxy.attempts import ProxyAttempt
 from envserver.proxy.hooks import HookFunctions
 from envserver.proxy.worker import job_of
-from envserver.registry import find
+from envserver.registry import find, make_environment
 from envserver.registry.hosted import HostedServices
 from envserver.registry.installed import Interpreter
 from envserver.registry.service_host import Request, _Host, send
@@ -205,6 +206,10 @@ def games(folder: Path, kind: str = "Games") -> tuple[str, dict[str, str]]:
     return f"{file}:{kind}", {"log": str(folder / "log")}
 
 
+def hosted(reference: str, config: dict[str, str]) -> HostedServices:
+    return HostedServices(PYTHON, reference, partial(make_environment, reference, config))
+
+
 def game(place: Desk, secret: int) -> tuple[ProxyAttempt, AttemptRun]:
     return place.open(seconds=60.0, task=Task(f"game-{secret}", {}, {"secret": secret}))
 
@@ -214,7 +219,7 @@ async def playing(folder: Path, elsewhere: bool) -> AsyncIterator[Desk]:
     reference, config = games(folder)
     kind = find(reference)
     running = (
-        HostedServices(PYTHON, reference, config).running()
+        hosted(reference, config).running()
         if elsewhere
         else services_of(kind(kind.Config(**config)))
     )
@@ -288,7 +293,7 @@ async def test_hooks_look_at_calls_in_the_environments_process(tmp_path: Path) -
         messages = [{"role": "user", "content": "?"}, {"role": "user", "content": text}]
         return ModelCall(caller=caller, agent=None, messages=messages, tools=[])
 
-    environment = HostedServices(PYTHON, *games(tmp_path))
+    environment = hosted(*games(tmp_path))
     async with environment.running():
         looked = call("hi")
         await environment.hook("on_request", looked)
@@ -302,10 +307,10 @@ async def test_hooks_look_at_calls_in_the_environments_process(tmp_path: Path) -
 @pytest.mark.thorough
 async def test_what_cannot_be_started_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="ValueError: no index"):
-        async with HostedServices(PYTHON, *games(tmp_path, "Broken")).running():
+        async with hosted(*games(tmp_path, "Broken")).running():
             pass
     with pytest.raises(ConfigError, match="None"):
-        async with HostedServices(PYTHON, *games(tmp_path, "None")).running():
+        async with hosted(*games(tmp_path, "None")).running():
             pass
 
 

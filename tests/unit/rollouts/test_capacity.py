@@ -1,10 +1,8 @@
 """When further groups may start: what waits is bounded, nothing waits for ever; in a store, too."""
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from envserver.rollouts.policy import (
     oldest_deliverable,
 )
 from envserver.rollouts.scheduler import Share, Shares, targets
+from envserver.running.stopping import beside
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand, Staleness
 
@@ -218,18 +217,6 @@ async def leased(store: Store, run: str, **more: Any) -> list[str]:
     return [group.group_id for group in lease.groups]
 
 
-@asynccontextmanager
-async def beside(work: Any) -> AsyncIterator[None]:
-    """Runs `work` for as long as the body runs."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
 async def test_what_is_being_made_counts_where_it_would_grow_too_old(store: Store) -> None:
     demand = Demand(store, Bounds(most_groups=100, most_batches=9, max_staleness=1))
     await store.create_run("trainer", batch_size=2)
@@ -266,7 +253,7 @@ async def test_a_broadcast_run_that_left_is_closed_and_gets_all_later(store: Sto
     assert len(await leased(store, "here")) == 4
     assert demand.free_capacity("a") == 0  # of whoever is slowest
     now[0] = 1.0
-    async with beside(demand.close_silent_runs()):
+    async with beside("silent", demand.close_silent_runs()):
         await until(lambda: demand.closed_runs == {"gone": 1})
     assert demand.free_capacity("a") > 0
     assert set(store.open_runs) == {"here"}
@@ -304,7 +291,7 @@ async def test_nothing_too_old_is_leased_once_a_version_is_published(store: Stor
     held = await store.lease("trainer", max_groups=1, seconds=60)
     assert held is not None
     staleness.publish(3)
-    async with beside(staleness.run()):
+    async with beside("stale", staleness.run()):
         await store.nack(held.lease_id)  # it comes back too old
         assert await leased(store, "trainer", max_groups=1) == ["young"]
         await until(lambda: staleness.dropped == 1)

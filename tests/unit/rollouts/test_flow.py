@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from envserver_records.errors import (
     AgentError,
@@ -13,7 +14,6 @@ from envserver_records.errors import (
     EngineError,
     EngineRefused,
     EngineUnavailable,
-    Failure,
     LimitReached,
     Outcome,
     RolloutError,
@@ -325,15 +325,11 @@ def test_a_failure_of_the_engine_costs_no_turn() -> None:
 
 
 def test_a_worker_may_call_its_facts_as_it_likes() -> None:
-    failure = Failure(**{**_fields(RAISED.failure()), "detail": {"message": "m", "hint": "h"}})
+    failure = msgspec.structs.replace(RAISED.failure(), detail={"message": "m", "hint": "h"})
     attempt = ProxyAttempt("key", attempt_spec(), posted=True, failure=failure)
     with pytest.raises(AgentError) as caught:
         ending_limit(attempt)
     assert caught.value.detail == {"message": "m", "hint": "h"}
-
-
-def _fields(failure: Failure) -> dict[str, object]:
-    return {name: getattr(failure, name) for name in failure.__struct_fields__}
 
 
 KILLED = WorkerDied("killed", signal="SIGKILL")

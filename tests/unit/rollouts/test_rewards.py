@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,12 +236,13 @@ def test_a_score_without_a_reward_stays_so_whatever_the_turns_gave() -> None:
     assert with_totals(checked_score(scorable, result, rules), {}).reward == 0.5
 
 
-def ranges() -> Iterator[RewardRange]:
-    yield from (RewardRange(), RewardRange(-1, 1, 1), RewardRange(-1, 1, 0.5))
-    yield from (RewardRange(-math.inf, math.inf, 3.0), RewardRange(0, math.inf, 10.0))
+RANGES = [
+    *(RewardRange(), RewardRange(-1, 1, 1), RewardRange(-1, 1, 0.5)),
+    *(RewardRange(-math.inf, math.inf, 3.0), RewardRange(0, math.inf, 10.0)),
+]
 
 
-@given(st.sampled_from(list(ranges())), st.floats(-20, 20), st.floats(-20, 20))
+@given(st.sampled_from(RANGES), st.floats(-20, 20), st.floats(-20, 20))
 @settings(max_examples=examples(100))
 def test_a_share_rises_up_to_a_solved_task(bounds: RewardRange, one: float, two: float) -> None:
     assert range_from_json(orjson.loads(orjson.dumps(range_as_json(bounds)))) == bounds

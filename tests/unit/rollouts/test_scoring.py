@@ -21,6 +21,8 @@ from envserver import Result, Score, ScorerError, StoreError, Task
 from envserver.cli import main
 from envserver.rollouts import scoring
 from envserver.rollouts.scoring import ScorerPool
+from envserver.running.python_api import spec_of
+from envserver.running.run_settings import ScoreSettings
 from envserver.running.scoring import MAX_LINE_BYTES, Summary, run_score
 
 CASES = cases_of(__file__)
@@ -208,13 +210,18 @@ def left_behind(path: str) -> list[str]:
     return [line for line in listed.splitlines() if line.endswith(path) and line[0] != "Z"]
 
 
+async def score_file(environment: str, source: Path, target: Path, **settings: Any) -> Summary:
+    given = {"input": source, "out": target, "processes": 1, **settings}
+    return await run_score(spec_of(ScoreSettings, environment, given))
+
+
 async def score_lines(
     tmp_path: Path, lines: list[bytes | dict[str, Any]], env: str = "math", **config: Any
 ) -> tuple[Summary, list[dict[str, Any]]]:
     source, target = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
     encoded = [json.dumps(line).encode() if isinstance(line, dict) else line for line in lines]
     source.write_bytes(b"\n".join(encoded))
-    summary = await run_score(env, config, source, target, processes=2)
+    summary = await score_file(env, source, target, processes=2, env=config)
     assert [path.name for path in tmp_path.glob(".*.partial")] == []
     return summary, [json.loads(line) for line in target.read_text().splitlines()]
 
@@ -255,7 +262,7 @@ BAD_LINES: list[tuple[bytes, str]] = [
     (b"{", "not JSON: Expecting property name enclosed in double quotes at character"),
     (b'{"task": {"a": NaN}, "response": ""}', "not JSON"),
     (b"\xff\xfe{}", "not UTF-8"),
-    (b'{"response": ""}', "'task'"),
+    (b'{"response": ""}', "`task`"),
     (b'{"task": "sample-gsm8k-01"}', "neither"),
     (b'{"task": "sample-gsm8k-01", "messages": [{"role": "user"}]}', "assistant"),
     (b'{"task": "sample-gsm8k-99", "response": ""}', "no task"),
@@ -314,7 +321,7 @@ async def test_a_full_disk_is_a_clear_error(tmp_path: Path, moody: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(StoreError, match="cannot be written"):
-            await run_score(moody, {}, source, target, processes=1)
+            await score_file(moody, source, target)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == [source]
@@ -326,7 +333,7 @@ async def test_a_pipe_gets_the_scores_and_a_link_keeps_pointing(tmp_path: Path, 
     os.mkfifo(pipe)
     link.symlink_to(tmp_path / "scores.jsonl")
     reader = asyncio.create_task(asyncio.to_thread(pipe.read_text))
-    await asyncio.gather(*(run_score(moody, {}, source, to, processes=1) for to in (pipe, link)))
+    await asyncio.gather(*(score_file(moody, source, to) for to in (pipe, link)))
     assert await reader == (tmp_path / "scores.jsonl").read_text() != ""
     assert pipe.is_fifo() and link.is_symlink()
 

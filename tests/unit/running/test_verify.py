@@ -21,7 +21,8 @@ from support.vllm_server import VllmServer
 
 from envserver.export import group_line
 from envserver.running.delivered import FileSource
-from envserver.running.verifying import Report, Sample, verify
+from envserver.running.run_settings import VerifySettings
+from envserver.running.verifying import Report, verify
 
 Check = Callable[..., Any]
 GROUPS = [group("a"), group("b")]
@@ -44,10 +45,8 @@ def check(run: Run) -> Check:
 
 
 async def verified(path: Path, engine: SimEngine, **changes: Any) -> Report:
-    facts: dict[str, Any] = {
-        "tolerance": 1e-4, "sample": Sample(), "seed": 0, "policy_version": None, "concurrency": 1,
-    }  # fmt: skip
-    return await verify(FileSource(path), engine, **(facts | changes))
+    settings = VerifySettings(source=str(path), **changes)
+    return await verify(FileSource(path), engine, settings)
 
 
 def test_the_table_fits_eighty_columns_and_is_plain(run: Run) -> None:

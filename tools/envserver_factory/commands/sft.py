@@ -417,23 +417,16 @@ def _scored_right(name: str, settings: PrepareSettings, candidates: Path) -> Ite
     """Yields for each line {"task": row, "response": text} why it is wrong, or None."""
     from envserver.cli.console import reading_bar
     from envserver.cli.loop import run_loop
-    from envserver.registry import find
+    from envserver.running.python_api import spec_of
+    from envserver.running.run_settings import ScoreSettings
     from envserver.running.scoring import run_score
 
     scores = candidates.with_name("scores.jsonl")
-    config = find(name).Config().model_dump(mode="json")
+    own = {"processes": settings.processes, "sandbox": settings.sandbox}
+    spec = spec_of(ScoreSettings, name, {"input": candidates, "out": scores, **own})
     size = candidates.stat().st_size
     with reading_bar("rows verified", size) as on_progress:
-        scoring = run_score(
-            name,
-            config,
-            candidates,
-            scores,
-            processes=settings.processes,
-            sandbox=settings.sandbox,
-            progress=lambda rows, share: on_progress(rows, int(share * size)),
-        )
-        run_loop(scoring)
+        run_loop(run_score(spec, lambda rows, share: on_progress(rows, int(share * size))))
     try:
         with scores.open("rb") as file:
             for line in file:
@@ -637,18 +630,16 @@ def _generate(settings: GenerateSettings) -> GroupRun:
         from envserver.cli.loop import SignalStop, run_loop
         from envserver.cli.progress import ProgressView, show_result
         from envserver.registry import find
-        from envserver.rollouts.scheduler import Share
         from envserver.rollouts.stream import group_requests
         from envserver.running.group_run import GroupRun, Part
-        from envserver.running.mix import RunSpec
+        from envserver.running.mix import RunSpec, alone
 
     name = str(settings.environment)
-    spec = RunSpec(settings, name, find(name))
-    environment = spec.make_environment()
+    spec: RunSpec[Any] = RunSpec(settings, name, find(name))
+    member = alone(spec)
+    environment = member.environment
     part = Part(
-        spec=spec,
-        environment=environment,
-        share=Share(environment.name),
+        **vars(member),
         path=_groups(settings),
         requests=group_requests(environment, repeat=False),
         groups=environment.config.total_steps,
