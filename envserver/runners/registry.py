@@ -64,7 +64,7 @@ from .messages import (
 )
 from .news import RunnerNews, SharedCapacity
 from .runner import SILENT_POLLS, RegisteredRunner, RunnerTable
-from .validation import ReadGroup, Stream, read_batch_async, read_group_async
+from .validation import Stream, read_post
 
 log = structlog.get_logger(__name__)
 
@@ -215,23 +215,24 @@ class RunnerRegistry:
         env_id: str,
         key: str,
         body: bytes,
-        most_bytes: int | None = None,
+        most_bytes: int,
         still_open: int | None = None,
         begun: int | None = None,
+        *,
+        is_list: bool = True,
     ) -> News:
         """Stores a group, or several in one transaction; on disk on return, and repeating is
         allowed. Of several, the result names those that are refused.
 
         Args:
-            most_bytes: `body` is a post of several groups, which are no larger when decompressed.
+            most_bytes: maximum size of the groups when decompressed.
             still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
         """
         runner, stream = self._heard(env_id, key)
-        if most_bytes is None:
-            read: list[ReadGroup] = [await read_group_async(body, stream)]
-        else:
-            read = await read_batch_async(body, stream, most_bytes)
+        read = await read_post(body, stream, most_bytes, is_list=is_list)
+        if not is_list and isinstance(read[0], InputError):
+            raise read[0]
         puts = [put for put in read if isinstance(put, EncodedPut)]
         new = sum(await self._store.put_encoded(puts))
         now = self.table.status(runner)
@@ -242,7 +243,7 @@ class RunnerRegistry:
             self.news.count_begun(runner, begun)
         self.news.wake()
         news = self.news.for_runner(runner)
-        if most_bytes is None:
+        if not is_list:
             return news
         refused = [
             Refused(index=index, place=error.detail.get("place", ""), message=error.message)
@@ -520,8 +521,10 @@ async def _accepted(
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type not in (GROUP_MSGPACK, GROUP_LIST_MSGPACK):
         raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUP_LIST_MSGPACK}.")
-    most = most_bytes if media_type == GROUP_LIST_MSGPACK else None
-    return _json(await environments.accept(env_id, key, body, most, still_open, begun))
+    is_list = media_type == GROUP_LIST_MSGPACK
+    return _json(
+        await environments.accept(env_id, key, body, most_bytes, still_open, begun, is_list=is_list)
+    )
 
 
 def _key(request: Request) -> str:

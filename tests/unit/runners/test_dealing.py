@@ -35,7 +35,7 @@ from envserver.runners.messages import (
 from envserver.runners.news import LocalEnvironmentSink, fair_shares
 from envserver.runners.registry import RunnerRegistry
 from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, check_group, decoded, read_batch
+from envserver.runners.validation import Stream, check_groups, decoded, read_groups
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
@@ -193,13 +193,13 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
     unchecked, unsized = zstd.compress(plain), zstd.ZstdCompressor()
     streamed = unsized.compress(plain) + unsized.flush()
     wrong = [frame[:-1], frame[:5], frame + frame, streamed, frame[:60] + b"\0\0\0" + frame[63:]]
-    kept, again, *refused = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
+    kept, again, *refused = read_groups(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
     assert not isinstance(kept, InputError) and kept.stored == frame
     assert not isinstance(again, InputError) and again.stored == frame, "with a checksum"
     assert all(isinstance(one, InputError) for one in refused)
     bomb = zstd.compress(bytes(MANY), level=1)
     with pytest.raises(TooLargeError):
-        read_batch(encode_batch([bomb, bomb]), STREAM, MANY + 1)
+        read_groups(encode_batch([bomb, bomb]), STREAM, MANY + 1)
 
 
 @settings(max_examples=examples(60))
@@ -216,10 +216,10 @@ def test_no_spoiled_bytes_come_through_a_look_at_all_or_at_each(seed: int) -> No
         if rng.random() < 0.1:
             del body[rng.randrange(len(body)) :]
         bodies.append(bytes(body))
-    for body, read in zip(bodies, read_batch(encode_batch(bodies), STREAM, MANY), strict=True):
+    for body, read in zip(bodies, read_groups(encode_batch(bodies), STREAM, MANY), strict=True):
         try:
             group = decoded(body)
-            check_group(group, STREAM)
+            check_groups([group], STREAM)
         except InputError as error:
             assert str(error.detail["place"]).startswith("$")
             assert isinstance(read, InputError), "only the careful look refuses it"

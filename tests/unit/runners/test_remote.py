@@ -39,7 +39,7 @@ from envserver.http.access import create_token
 from envserver.proxy.gate import Aborted
 from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
 from envserver.runners.messages import Heartbeat, Registration
-from envserver.runners.validation import Stream, check_group, decoded
+from envserver.runners.validation import Stream, check_groups, decoded
 
 STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
 
@@ -193,7 +193,7 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
     trajectory.usage.judge = JudgeUsage(calls=1)
     trajectory.usage.cost = Cost(currency="USD", models={"": 0.5})
     read = decoded(pack(sealed(group)))
-    check_group(read, STREAM)
+    check_groups([read], STREAM)
     assert read.trajectories[0].hooks == trajectory.hooks
 
 
