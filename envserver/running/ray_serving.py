@@ -14,7 +14,6 @@ from envserver_records.errors import ConfigError
 
 from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Scaling, connected
 from ..runners.link import Identity, held_identity
-from ..runners.runner import RegisteredRunner
 from ..settings.config import MixSettings
 from ..settings.server import DeliveryConfig
 from .api_serving import ApiServer, api_server
@@ -65,8 +64,7 @@ class RayServing(ServingBase):
 
     @property
     def open_groups(self) -> int:
-        table = self._delivery.runners.table
-        return sum(now.open for _, now in table.present())
+        return sum(one.open for one in self._delivery.runners.table.present())
 
     def drain(self) -> None:
         self._draining = True
@@ -104,9 +102,9 @@ class RayServing(ServingBase):
     def _load(self, part: _Part) -> Load:
         member = part.member
         present = [
-            now.beat
-            for one, now in self._delivery.runners.table.present()
-            if one.env == member.environment.name and now.beat.capacity
+            one.beat
+            for one in self._delivery.runners.table.present()
+            if one.env == member.environment.name and one.capacity
         ]
         capacity = sum(beat.capacity for beat in present) / len(present) if present else 0
         return Load(
@@ -155,13 +153,10 @@ class RayServing(ServingBase):
         )
 
     def _drain(self, part: _Part, number: int) -> None:
-        one = self._registered(part, number)
-        if one is not None and not one.gone:
-            self._delivery.runners.drain(one.id)
-
-    def _registered(self, part: _Part, number: int) -> RegisteredRunner | None:
         identity = part.identities.get(number)
-        return None if identity is None else self._delivery.runners.table.named(identity.name)
+        one = None if identity is None else self._delivery.runners.table.named(identity.name)
+        if one is not None and not one.registered.gone:
+            self._delivery.runners.drain(one.id)
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:

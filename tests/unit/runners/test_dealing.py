@@ -290,7 +290,7 @@ async def test_registrations_at_once_have_each_its_stream(tmp_path: Path) -> Non
         registry = registry_of(store)
         await registry.load()
         for one in welcomes[:7] + welcomes[8:]:
-            assert registry.authenticate(one.id, one.key).seed == one.seed
+            assert registry.authenticate(one.id, one.key).registered.seed == one.seed
 
 
 async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path) -> None:
@@ -306,7 +306,9 @@ async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path
             await registry.load()
             assert await store.get_value("environments") is None
             for welcome in (one, two):
-                assert registry.authenticate(welcome.id, welcome.key).seed == welcome.seed
+                assert (
+                    registry.authenticate(welcome.id, welcome.key).registered.seed == welcome.seed
+                )
 
 
 async def test_those_that_left_make_room_for_others(
