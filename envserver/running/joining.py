@@ -266,7 +266,8 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
 
 
 def most_groups(parts: RolloutContext) -> int:
-    return max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
+    size: int = parts.environment.config.group_size
+    return max(1, parts.rollouts.max_concurrent // size) + 1
 
 
 def calls_waiting(parts: RolloutContext) -> int:
