@@ -293,6 +293,7 @@ class Link(ServerSession):
 
     Attributes:
         facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
+        open_groups: returns the number of groups in progress or waiting to be posted.
         drain: called when no more groups should be begun.
         engines_in_doubt: whether to ask for the server's engines again.
     """
@@ -310,6 +311,7 @@ class Link(ServerSession):
     ) -> None:
         super().__init__(url, token=token, tls=tls)
         self.facts: Callable[[], Heartbeat] = Heartbeat
+        self.open_groups: Callable[[], int] = lambda: 0
         self.publish = publish
         self.drain: Callable[[], None] = lambda: None
         self.on_engines = on_engines
@@ -351,8 +353,8 @@ class Link(ServerSession):
                 self._gate.hear(asked_at)
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
-    async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:
-        while open_groups() >= self._news.room or self._news.drain:
+    async def wait_for_capacity(self) -> None:
+        while self.open_groups() >= self._news.room or self._news.drain:
             if self._said.open < self._news.room:
                 self.hurry()  # the server believes that there is free capacity
             self._more.clear()
@@ -594,9 +596,9 @@ def missing_requests(
 class RemoteSink:
     """Sends groups to the server; for a stream made by `missing_requests`."""
 
-    def __init__(self, link: Link, open_groups: Callable[[], int]) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._open_groups = open_groups
+        self.wait_for_capacity = link.wait_for_capacity
 
     async def put(self, group: Group) -> None:
         await self._link.post(await asyncio.to_thread(lambda: compressed(pack(group))))
@@ -604,9 +606,6 @@ class RemoteSink:
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns an empty set: `missing_requests` skipped all groups that the server has."""
         return set()
-
-    async def wait_for_capacity(self) -> None:
-        await self._link.wait_for_capacity(self._open_groups)
 
 
 _MOST_NAMES = 256

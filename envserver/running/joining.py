@@ -205,23 +205,17 @@ def _known(link: Link) -> Callable[[list[str]], set[str]]:
 def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
     environment = parts.environment
     steps = environment.config.total_steps
-    scheduler: Scheduler | None = None
     own = group_requests(environment, repeat=True)
-
-    def open_groups() -> int:
-        return 0 if scheduler is None else scheduler.open_groups
-
-    scheduler = Scheduler(
+    return Scheduler(
         parts,
         missing_requests(own, _known(link), stored)
         if book is None
         else book.curriculum.requests(own),
-        RemoteSink(link, open_groups),
+        RemoteSink(link),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,
         counted=link.count_dropped,
     )
-    return scheduler
 
 
 def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
@@ -243,7 +237,8 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
             },
         )
 
-    link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
+    link.facts, link.open_groups = facts, lambda: scheduler.open_groups
+    link.publish, link.drain = parts.publish_version, scheduler.drain
 
 
 def _hears_engines(settings: JoinSettings) -> bool:
