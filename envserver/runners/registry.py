@@ -66,7 +66,7 @@ from .messages import (
 )
 from .news import RunnerNews, SharedCapacity
 from .runner import SILENT_POLLS, RegisteredRunner, Runner, RunnerTable
-from .validation import Stream, read_post
+from .validation import read_post
 
 log = structlog.get_logger(__name__)
 
@@ -229,8 +229,8 @@ class RunnerRegistry:
             still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
         """
-        runner, stream = self._heard(env_id, key)
-        read = await read_post(body, stream, most_bytes, is_list=is_list)
+        runner = self._heard(env_id, key)
+        read = await read_post(body, runner.registered, most_bytes, is_list=is_list)
         if not is_list and isinstance(read[0], InputError):
             raise read[0]
         puts = [put for put in read if isinstance(put, EncodedPut)]
@@ -251,11 +251,10 @@ class RunnerRegistry:
         ]
         return Accepted(**vars(news), refused=refused)
 
-    def _heard(self, env_id: str, key: str) -> tuple[Runner, Stream]:
+    def _heard(self, env_id: str, key: str) -> Runner:
         runner = self.authenticate(env_id, key)
         self.table.heartbeats.hear(runner.id)
-        known = runner.registered
-        return runner, Stream(known.env, known.split, known.seed, known.prefix)
+        return runner
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
         """Returns which of these groups were ever stored, delivered or not."""
@@ -264,7 +263,7 @@ class RunnerRegistry:
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
         """Counts scored, dropped groups in the estimates of their tasks; repeating is allowed."""
-        _, stream = self._heard(env_id, key)
+        stream = self._heard(env_id, key).registered
         news = []
         for number, group in enumerate(groups):
             if not group.group_id.startswith(stream.prefix) or group.rewards > group.attempts:

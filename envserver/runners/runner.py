@@ -111,7 +111,17 @@ _LOST_SECONDS: Final = 24 * 3600.0
 """A runner that did not leave is forgotten after so long a silence, where there are too many."""
 
 
-class RegisteredRunner(msgspec.Struct, kw_only=True):
+class Stream(msgspec.Struct, kw_only=True):
+    env: str
+    split: Split
+    seed: int
+
+    @property
+    def prefix(self) -> str:
+        return stream_prefix(self.env, self.split, self.seed)
+
+
+class RegisteredRunner(Stream, kw_only=True):
     """The stored registration of a runner.
 
     Args:
@@ -125,10 +135,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     name: str
     key_hash: str
     instance_hash: str
-    env: str
-    split: Split
     asked_seed: int
-    seed: int
     group_size: int
     weight: float
     minimum_share: float
@@ -139,10 +146,6 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     gone: bool = False
     left_at: float = 0.0
     understands: tuple[str, ...] = ()
-
-    @property
-    def prefix(self) -> str:
-        return stream_prefix(self.env, self.split, self.seed)
 
 
 class Runner:

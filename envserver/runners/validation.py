@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import orjson
 from envserver_records.errors import InputError, TooLargeError
-from envserver_records.records import Group, Split, Tokens, Trajectory, is_intact, unpack
+from envserver_records.records import Group, Tokens, Trajectory, is_intact, unpack
 from envserver_records.records import Sequence as Row
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from ..store import packed
 from ..store.demand import put_of
 from ..store.groups import EncodedPut, encode_puts
 from .messages import MOST_GROUPS
+from .runner import Stream
 
 _PLACE: Final = re.compile(r"`(\$[^`]*)`")
 COLUMNS: Final = {
@@ -40,13 +41,6 @@ COLUMNS: Final = {
 }
 _columns_of: Final = attrgetter(*COLUMNS)
 _LAST_VERSION: Final = np.iinfo(np.int32).max
-
-
-class Stream(msgspec.Struct, frozen=True):
-    env: str
-    split: Split
-    seed: int
-    prefix: str
 
 
 def decoded(body: bytes) -> Group:
@@ -68,8 +62,9 @@ def check_groups(groups: Sequence[Group], stream: Stream) -> None:
     """Raises InputError with a place in the first wrong group."""
     rows: list[Row] = []
     begins: list[int] = []
+    prefix = stream.prefix
     for group in groups:
-        _check_names(group, stream)
+        _check_names(group, stream, prefix)
         begins.append(len(rows))
         for number, trajectory in enumerate(group.trajectories):
             _check_trajectory(trajectory, group, f"$.trajectories[{number}]")
@@ -79,7 +74,7 @@ def check_groups(groups: Sequence[Group], stream: Stream) -> None:
         _check_columns(rows, begins, groups)
 
 
-def _check_names(group: Group, stream: Stream) -> None:
+def _check_names(group: Group, stream: Stream, prefix: str) -> None:
     wanted = {"env": stream.env, "split": stream.split, "seed": stream.seed}
     for name, value in wanted.items():
         if getattr(group, name) != value:
@@ -87,8 +82,7 @@ def _check_names(group: Group, stream: Stream) -> None:
     if not 0 <= group.index < 2**62:
         _refuse("$.index", "is not a position in a stream")
     own, again = (
-        group_id(prefix, group.index, group.task_id)
-        for prefix in (stream.prefix, again_prefix(stream.prefix))
+        group_id(start, group.index, group.task_id) for start in (prefix, again_prefix(prefix))
     )
     if group.group_id not in (own, again):
         _refuse("$.group_id", "is not that of this position and task in the stream")

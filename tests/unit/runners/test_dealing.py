@@ -35,8 +35,8 @@ from envserver.runners.messages import (
 )
 from envserver.runners.news import LocalEnvironmentSink, fair_shares
 from envserver.runners.registry import RunnerRegistry
-from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, decoded, read_groups
+from envserver.runners.runner import LONGEST_SECONDS, Stream
+from envserver.runners.validation import decoded, read_groups
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
@@ -163,7 +163,7 @@ async def test_work_is_shared_and_what_nobody_wants_is_cancelled() -> None:
         task.cancel()
 
 
-STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+STREAM = Stream(env="math", split="train", seed=0)
 MANY = 1 << 20
 
 

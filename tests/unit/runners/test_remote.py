@@ -40,9 +40,10 @@ from envserver.http.access import create_token
 from envserver.proxy.gate import Aborted
 from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
 from envserver.runners.messages import Heartbeat, Registration, Welcome
-from envserver.runners.validation import Stream, check_groups, decoded
+from envserver.runners.runner import Stream
+from envserver.runners.validation import check_groups, decoded
 
-STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+STREAM = Stream(env="math", split="train", seed=0)
 
 
 def linked(url: str, **more: Any) -> Link:
