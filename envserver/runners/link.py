@@ -598,7 +598,6 @@ class RemoteSink:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.wait_for_capacity = link.wait_for_capacity
 
     async def put(self, group: Group) -> None:
         await self._link.post(await asyncio.to_thread(lambda: compressed(pack(group))))
@@ -606,6 +605,9 @@ class RemoteSink:
     async def known(self, group_ids: list[str]) -> set[str]:
         """Returns an empty set: `missing_requests` skipped all groups that the server has."""
         return set()
+
+    async def wait_for_capacity(self) -> None:
+        await self._link.wait_for_capacity()
 
 
 _MOST_NAMES = 256
