@@ -59,7 +59,10 @@ class Actor:
         self.handle = handle
         self.asked: Any = None
         self.state: dict[str, Any] = {}
-        self.lost = False
+        self.lost = self.draining = self.waits = False
+        self.begun_at = time.monotonic()
+        self.host = ""
+        self.placed_at = 0.0
 
 
 class Cluster:
@@ -95,6 +98,10 @@ class Cluster:
                     "--ray.place_seconds 600 waits for a node that the cluster adds by itself.",
                 )
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def most_wanted(self) -> int:
+        """How many runners there are at most, by the settings or the nodes of now."""
+        return self._config.runners or self._config.max or await self.most_runners()
 
     async def most_runners(self) -> int:
         """How many runners the nodes of now have room for in total, at least one."""
@@ -301,18 +308,6 @@ class RunnerFailed(EnvserverError):
     kind, status = "runner_failed", 502
 
 
-@dataclass
-class _Slot:
-    """The place of a runner: filled by one actor after the other."""
-
-    actor: Actor
-    begun_at: float
-    draining: bool = False
-    waits: bool = False
-    host: str = ""
-    placed_at: float = 0.0
-
-
 class Fleet:
     """Runners of one environment, by number from 0; `drain` asks one to finish its groups and
     leave."""
@@ -321,16 +316,17 @@ class Fleet:
         self,
         cluster: Cluster,
         name: str,
+        config: RayConfig,
         *,
-        wants: str,
         make: Callable[[int], CommandSpec],
         drain: Callable[[int], None],
     ) -> None:
         self._cluster = cluster
         self._name = name
-        self._wants = wants
+        self._wants = config.wants()
+        self._scaling = Scaling(config)
         self._make, self._drain = make, drain
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Actor] = {}
         self._crashes: dict[int, int] = {}
         self._not_before: dict[int, float] = {}
         self._done: set[int] = set()
@@ -349,17 +345,21 @@ class Fleet:
     def is_empty(self) -> bool:
         return not self._slots
 
+    async def scale(self, load: Load, room: int) -> None:
+        """Has as many runners as `load` needs; `room`: that the nodes have place for."""
+        await self.tick(self._scaling.wanted(load, room))
+
     async def tick(self, wanted: int) -> None:
-        await self._cluster.look([one.actor for one in self._slots.values()])
+        await self._cluster.look(list(self._slots.values()))
         for number, one in list(self._slots.items()):
             self._note(number, one)
-            if (status := one.actor.state.get("status")) is not None:
+            if (status := one.state.get("status")) is not None:
                 await self._ended(number, one, status)
         await self._resize(wanted)
         await self._drain_leaving()
 
     async def stop(self, seconds: float) -> None:
-        actors = [one.actor for one in self._slots.values()]
+        actors = list(self._slots.values())
         self._slots.clear()
         await self._cluster.stop(actors, seconds)
 
@@ -372,25 +372,24 @@ class Fleet:
             if number not in self._slots and number not in self._done:
                 missing -= 1
                 if time.monotonic() >= self._not_before.get(number, 0.0):
-                    actor = await self._cluster.start(self._make(number))
-                    self._slots[number] = _Slot(actor, time.monotonic())
+                    self._slots[number] = await self._cluster.start(self._make(number))
             number += 1
 
     async def _drain_leaving(self) -> None:
         """Asks again and again: a runner may register only now."""
         for number, one in list(self._slots.items()):
-            if one.draining and one.actor.state:
+            if one.draining and one.state:
                 self._drain(number)
             elif one.draining:
                 del self._slots[number]
-                await self._cluster.stop([one.actor], _DRAINED_STOP_SECONDS)
+                await self._cluster.stop([one], _DRAINED_STOP_SECONDS)
 
-    def _note(self, number: int, one: _Slot) -> None:
-        host = str(one.actor.state.get("host", ""))
+    def _note(self, number: int, one: Actor) -> None:
+        host = str(one.state.get("host", ""))
         if host and not one.host:
             _log.info("runner_placed", environment=self._name, runner=number, host=host)
             one.host, one.waits, one.placed_at = host, False, time.monotonic()
-        elif one.host and one.actor.lost:
+        elif one.host and one.lost:
             one.host, one.begun_at = "", time.monotonic()
             _log.warning(
                 "runner_lost",
@@ -407,9 +406,9 @@ class Fleet:
                 why=f"No node has this free, or has its runtime environment ready: {self._wants}.",
             )
 
-    async def _ended(self, number: int, one: _Slot, status: int) -> None:
+    async def _ended(self, number: int, one: Actor, status: int) -> None:
         del self._slots[number]
-        await self._cluster.stop([one.actor], _DRAINED_STOP_SECONDS)
+        await self._cluster.stop([one], _DRAINED_STOP_SECONDS)
         if one.draining or status == 0:
             if not one.draining:  # it has made all that it was to make
                 self._done.add(number)
@@ -418,7 +417,7 @@ class Fleet:
         crashes = 1 if lasted > _LASTING_SECONDS else self._crashes.get(number, 0) + 1
         self._crashes[number] = crashes
         self._not_before[number] = time.monotonic() + _AGAIN_SECONDS * crashes
-        said = str(one.actor.state.get("said", ""))
+        said = str(one.state.get("said", ""))
         _log.warning(
             "runner_ended", environment=self._name, runner=number, status=status, said=said[-500:]
         )

@@ -10,22 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import math
-import random
-import ssl
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from typing import TYPE_CHECKING, Final, TypeVar
+from collections.abc import Awaitable, Callable, Collection
+from typing import TYPE_CHECKING, Final
 
-import httpx
 import msgspec
 import structlog
-from envserver_records.errors import ConfigError
 from envserver_records.packing import pack, ready, unpack
 from envserver_records.records import Group
-from envserver_records.servers import AsyncServersClient
-from envserver_records.waiting import Backoff
 
 from ..rollouts.events import RolloutFailed, RolloutScored
 from ..rollouts.policy import Drop
@@ -124,10 +118,8 @@ class Dealer:
         self.runners = runners
         self._poll_seconds = poll_seconds
         self._open: dict[str, _Work] = {}
-        self._waiting: deque[_Work] = deque()
-        self._seen: dict[str, float] = {}
-        self._calls_waiting: dict[str, int] = {}
-        self._takes: Counter[str] = Counter()
+        self._taking: dict[str, tuple[Take, float]] = {}
+        """The last message of each runner, and when it was last there."""
         self._draining: set[str] = set()
         self._is_closed = False
         self._change = asyncio.Event()
@@ -139,38 +131,33 @@ class Dealer:
 
     @property
     def engine_waits(self) -> bool:
-        return any(self._calls_waiting.values())
+        return any(wanted.waiting for wanted, _ in self._taking.values())
 
     async def make(self, request: GroupRequest) -> Made:
-        work = _Work(request)
-        self._open[request.group_id] = work
-        self._waiting.append(work)
+        work = self._open[request.group_id] = _Work(request)
         self._wake()
         try:
             return await work.made
         finally:
             del self._open[request.group_id]
-            if work in self._waiting:
-                self._waiting.remove(work)
             self._wake()
 
     async def take(self, wanted: Take) -> Dealt:
         """Answers as soon as there is something for the runner, it asks anew, or after
         `poll_seconds`."""
         name = wanted.runner
-        self._takes[name] += 1
-        number = self._takes[name]
-        self._seen[name] = time.monotonic()
-        self._calls_waiting[name] = wanted.waiting
+        self._taking[name] = wanted, time.monotonic()
         self._take_back(name, set(wanted.holding))
         end = time.monotonic() + self._poll_seconds
         while not (dealt := self._dealt(wanted)) and (left := end - time.monotonic()) > 0:
             if self._is_closed:
                 return Dealt(drain=True)
-            await self._changed(left)
-            if self._takes[name] != number:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._change.wait()
+            if self._taking.get(name, (None, 0.0))[0] is not wanted:
                 return Dealt()
-            self._seen[name] = time.monotonic()
+            self._taking[name] = wanted, time.monotonic()
         return dealt or Dealt(drain=name in self._draining)
 
     def settle(self, made: Made) -> None:
@@ -193,20 +180,21 @@ class Dealer:
         while True:
             await asyncio.sleep(_SILENT_AFTER_SECONDS / 10)
             earliest = time.monotonic() - _SILENT_AFTER_SECONDS
-            for name in [name for name, at in self._seen.items() if at < earliest]:
-                del self._seen[name], self._calls_waiting[name], self._takes[name]
+            for name in [name for name, (_, at) in self._taking.items() if at < earliest]:
+                del self._taking[name]
                 _log.warning("runner_silent", runner=name)
                 self._take_back(name, (), is_silent=True)
 
     def _dealt(self, wanted: Take) -> Dealt | None:
-        held = [one for one in wanted.holding if one in self._open]
-        cancelled = [one for one in wanted.holding if one not in self._open]
+        held = [group_id for group_id in wanted.holding if group_id in self._open]
+        cancelled = [group_id for group_id in wanted.holding if group_id not in self._open]
         draining = wanted.runner in self._draining
         requests: list[GroupRequest] = []
         if not draining:
-            fair = math.ceil(len(self._open) / max(1, len(self._seen), self.runners()))
-            while self._waiting and len(requests) < min(wanted.free, fair - len(held)):
-                work = self._waiting.popleft()
+            fair = math.ceil(len(self._open) / max(1, len(self._taking), self.runners()))
+            free = max(0, min(wanted.free, fair - len(held)))
+            waiting = (one for one in self._open.values() if not one.runner and not one.made.done())
+            for work in itertools.islice(waiting, free):
                 work.runner, work.is_held = wanted.runner, False
                 requests.append(work.request)
         if not requests and not cancelled and not (draining and not held):
@@ -229,18 +217,11 @@ class Dealer:
                 work.made.set_result(
                     Made(group_id=group_id, drop=Drop("incomplete", message, failed=True))
                 )
-            else:
-                self._waiting.appendleft(work)
         self._wake()
 
     def _wake(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
-
-    async def _changed(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._change.wait()
 
 
 def dealing_app(dealer: Dealer, token: str) -> Starlette:
@@ -286,67 +267,3 @@ def dealing_app(dealer: Dealer, token: str) -> Starlette:
             Route(f"{WORK}/made", only_runners(made), methods=["POST"]),
         ]
     )
-
-
-T = TypeVar("T")
-
-_BACKOFF: Final = Backoff(first_seconds=0.4, max_seconds=3.0, jitter=(0.5, 1.0))
-_REQUEST_SECONDS: Final = 60.0
-
-
-class DealtLink:
-    def __init__(self, http: httpx.AsyncClient, name: str) -> None:
-        self._http = http
-        self._name = name
-
-    async def rules(self) -> Rules:
-        return await self._ask("GET", WORK, Rules)
-
-    async def take(self, free: int, holding: list[str], waiting: int) -> Dealt:
-        body = pack(Take(self._name, free, holding, waiting))
-        return await self._ask("POST", f"{WORK}/take", Dealt, body)
-
-    async def send(self, made: Made) -> None:
-        """Sends a group; returns when the run has it."""
-        body = await asyncio.to_thread(pack, made)
-        await self._ask("POST", f"{WORK}/made", type(None), body)
-
-    async def _ask(self, method: str, path: str, kind: type[T], body: bytes = b"") -> T:
-        tried = 0
-        while True:
-            problem = ""
-            try:
-                answer = await self._http.request(method, path, content=body)
-            except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
-            else:
-                if answer.is_success:
-                    return _read(answer, kind)
-                problem = f"HTTP {answer.status_code}: {answer.text[:200]}"
-                if answer.status_code < 500:
-                    raise ConfigError(f"The server refuses this runner: {problem}")
-            tried += 1
-            if tried == 1:
-                _log.warning("server_unreachable", reason=problem)
-            await asyncio.sleep(_BACKOFF.seconds(tried, random.random()))
-
-
-@contextlib.asynccontextmanager
-async def dealt_link(
-    url: str, name: str, *, token: str, tls: ssl.SSLContext | None
-) -> AsyncIterator[DealtLink]:
-    headers = {"authorization": f"Bearer {token}", "content-type": MSGPACK}
-    async with AsyncServersClient(
-        url, timeout=_REQUEST_SECONDS, headers=headers, verify=tls or True
-    ) as http:
-        yield DealtLink(http, name)
-
-
-def _read(answer: httpx.Response, kind: type[T]) -> T:
-    try:
-        return unpack(answer.content, kind)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"The server's answer is not a {kind.__name__}: {error}.",
-            hint="Do both run the same version of envserver?",
-        ) from error

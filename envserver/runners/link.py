@@ -21,14 +21,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import httpx
 import msgspec
+import orjson
 import structlog
 from envserver_records.errors import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.http_errors import Urls
-from envserver_records.records import Group, Split, pack
+from envserver_records.records import Group, Split, pack, unpack
 from envserver_records.servers import AsyncServersClient
 from envserver_records.waiting import Backoff, cancel_and_wait
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -36,6 +37,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..proxy.gate import Aborted, Gate
 from ..rollouts.estimates import Estimate, Scored
 from ..rollouts.stream import GroupRequest
+from .dealing import WORK, Dealt, Made, Rules, Take
 from .messages import (
     ENGINES,
     GROUP_LIST_MSGPACK,
@@ -84,8 +86,8 @@ class GroupPoster:
     async def close(self) -> None:
         if self._task is not None:
             await cancel_and_wait(self._task)
-        for one in self._waiting:
-            one.done.cancel()
+        for waiting in self._waiting:
+            waiting.done.cancel()
 
     async def _run(self) -> None:
         while batch := self._next():
@@ -166,7 +168,7 @@ class RunnerGate(Gate):
 
 _log = structlog.get_logger("envserver.remote")
 
-M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 _PLACE: Final = "/v1/environments"
 _POLL_SECONDS: Final = 5.0
@@ -184,26 +186,6 @@ _KNOWN: Final = TypeAdapter(dict[str, list[str]])
 _SAME_VERSION: Final = "Do both run the same version of envserver?"
 
 
-class _Estimate(msgspec.Struct):
-    task_id: str
-    attempts: int
-    weight: float
-    mean_reward: float | None
-    policy_version: int
-
-    def as_estimate(self) -> Estimate:
-        solved = self.weight * (self.mean_reward or 0.0)
-        return Estimate(self.attempts, self.weight, solved, self.policy_version)
-
-
-class _Estimates(msgspec.Struct):
-    estimates: list[_Estimate]
-    next: int | None
-
-
-_ESTIMATES: Final = msgspec.json.Decoder(_Estimates)
-
-
 class Unreachable(EnvserverError):
     """The server did not answer, or answered with a temporary error."""
 
@@ -214,18 +196,106 @@ class SessionLost(EnvserverError):
     kind = "session_lost"
 
 
-class Link:
-    """A runner's session. `open` it and run `live` in the background.
+class ServerSession:
+    """Requests to the server, each repeated until it is answered.
 
     Args:
         url: URL of the server, or of several equal ones.
-        gate: pauses model calls; opened and closed as the server says.
         tls: how to verify the server's certificate; None: the system's defaults.
-        facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
+    """
+
+    def __init__(self, url: Urls, *, token: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._http = AsyncServersClient(
+            url,
+            timeout=_REQUEST_SECONDS,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            verify=tls or True,
+        )
+        self._http.quiet_seconds = _QUIET_SECONDS
+        self._urgent = asyncio.Event()
+        self._reachable = True
+
+    def hurry(self) -> None:
+        """Ends the running long poll: what it was to say has changed."""
+        self._urgent.set()
+
+    async def _poll(self, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """Returns the answer to a long poll; None: `hurry` was called first."""
+        self._urgent.clear()
+        polling = asyncio.create_task(self._patiently(ask))
+        urgent = asyncio.create_task(self._urgent.wait())
+        try:
+            await asyncio.wait({polling, urgent}, return_when=asyncio.FIRST_COMPLETED)
+            return polling.result() if polling.done() else None
+        finally:
+            await cancel_and_wait(polling, urgent)
+
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        tried = 0
+        while True:
+            try:
+                answer = await ask()
+            except Unreachable as error:
+                tried += 1
+                if self._reachable:
+                    self._reachable = False
+                    _log.warning("server_unreachable", reason=error.message)
+                await asyncio.sleep(_BACKOFF.seconds(tried, random.random()))
+            else:
+                if not self._reachable:
+                    self._reachable = True
+                    _log.info("server_reached_again")
+                return answer
+
+    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            answer = await self._http.request(method, path, **more)
+        except httpx.TransportError as error:
+            raise Unreachable(str(error) or type(error).__name__) from error
+        if not answer.is_success:
+            raise _problem(answer)
+        return answer
+
+
+class DealtLink(ServerSession):
+    """The session of a runner that is dealt its groups, see `dealing`."""
+
+    async def __aenter__(self) -> Self:
+        await self._http.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def rules(self) -> Rules:
+        return _read(Rules, await self._patiently(lambda: self._request("GET", WORK)))
+
+    async def take(self, wanted: Take) -> Dealt | None:
+        """Waits until there is something for the runner; None: `hurry` was called first."""
+        body = pack(wanted)
+        answer = await self._poll(lambda: self._request("POST", f"{WORK}/take", content=body))
+        return None if answer is None else _read(Dealt, answer)
+
+    async def send(self, made: Made) -> None:
+        """Sends a group; returns when the run has it."""
+        body = await asyncio.to_thread(pack, made)
+        await self._patiently(lambda: self._request("POST", f"{WORK}/made", content=body))
+
+
+class Link(ServerSession):
+    """A runner's session. `open` it and run `live` in the background.
+
+    Args:
+        gate: pauses model calls; opened and closed as the server says.
         publish: called with each new policy version.
         on_engines: called with the server's engines when they have changed; None: they are not
-            asked for. `engines_in_doubt` says whether to ask for them again.
+            asked for.
+
+    Attributes:
+        facts: returns the runner's status; `seen`, `quiet` and `wait_seconds` are filled in here.
+        open_groups: returns the number of groups in progress or waiting to be posted.
         drain: called when no more groups should be begun.
+        engines_in_doubt: whether to ask for the server's engines again.
     """
 
     def __init__(
@@ -236,13 +306,14 @@ class Link:
         gate: RunnerGate,
         token: str = "",
         tls: ssl.SSLContext | None = None,
-        facts: Callable[[], Heartbeat] = Heartbeat,
         publish: Callable[[int], None] = lambda version: None,
-        drain: Callable[[], None] = lambda: None,
         on_engines: Callable[[Sequence[ToldEngine]], None] | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.facts, self.publish, self.drain = facts, publish, drain
+        super().__init__(url, token=token, tls=tls)
+        self.facts: Callable[[], Heartbeat] = Heartbeat
+        self.open_groups: Callable[[], int] = lambda: 0
+        self.publish = publish
+        self.drain: Callable[[], None] = lambda: None
         self.on_engines = on_engines
         self.engines_in_doubt: Callable[[], bool] = lambda: False
         self._registration = registration
@@ -255,19 +326,9 @@ class Link:
         self._said = Heartbeat()
         self._quiet = ""
         self._holding: asyncio.Task[None] | None = None
-        self._urgent = asyncio.Event()
         self._more = asyncio.Event()
-        self._reachable = True
         # A late copy of a registration gets the session that goes on.
         self._registering_key = {"idempotency-key": secrets.token_urlsafe(24)}
-        self._http = AsyncServersClient(
-            url,
-            timeout=_REQUEST_SECONDS,
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            verify=tls or True,
-            transport=transport,
-        )
-        self._http.quiet_seconds = _QUIET_SECONDS
 
     @contextlib.asynccontextmanager
     async def open(self) -> AsyncIterator[Welcome]:
@@ -284,22 +345,16 @@ class Link:
 
     async def live(self) -> None:
         while True:
-            self._urgent.clear()
-            polling = asyncio.create_task(self._patiently(self._beat))
-            urgent = asyncio.create_task(self._urgent.wait())
-            try:
-                await asyncio.wait({polling, urgent}, return_when=asyncio.FIRST_COMPLETED)
-                if polling.done():
-                    asked_at, news = polling.result()
-                    self._take(news)
-                    # Only now: calls that waited for the gate belong to the version just received.
-                    self._gate.hear(asked_at)
-            finally:
-                await cancel_and_wait(polling, urgent)
+            answer = await self._poll(self._beat)
+            if answer is not None:
+                asked_at, news = answer
+                self._take(news)
+                # Only now: calls that waited for the gate belong to the version just received.
+                self._gate.hear(asked_at)
             await asyncio.sleep(_SHORTEST_BEAT_SECONDS)
 
-    async def wait_for_capacity(self, open_groups: Callable[[], int]) -> None:
-        while open_groups() >= self._news.room or self._news.drain:
+    async def wait_for_capacity(self) -> None:
+        while self.open_groups() >= self._news.room or self._news.drain:
             if self._said.open < self._news.room:
                 self.hurry()  # the server believes that there is free capacity
             self._more.clear()
@@ -335,13 +390,8 @@ class Link:
 
     async def count_dropped(self, scored: Scored) -> None:
         """Reports a group that was scored and dropped; returns when the server has counted it."""
-        group = ScoredGroup(
-            group_id=scored.group_id,
-            task_id=scored.task_id,
-            attempts=scored.attempts,
-            rewards=scored.rewards,
-            policy_version=scored.policy_version,
-        )
+        facts = msgspec.structs.asdict(scored)
+        group = ScoredGroup(**{name: facts[name] for name in ScoredGroup.model_fields})
         body = ScoredGroups(groups=[group]).model_dump()
         await self._patiently(lambda: self._send("POST", "/scored", json=body))
 
@@ -349,18 +399,16 @@ class Link:
         """Returns up to `most` of the server's estimates, by task."""
         found: dict[str, Estimate] = {}
         query: dict[str, str | int] = {"environment": env, "split": split, "limit": 1024}
-        after: int | None = 0
-        while after is not None and len(found) < most:
-            query["after"] = after
+        query["after"] = 0
+        while query["after"] is not None and len(found) < most:
             ask = partial(self._request, "GET", "/v1/tasks/estimates", params=dict(query))
-            page = _ESTIMATES.decode((await self._patiently(ask)).content)
-            found.update((one.task_id, one.as_estimate()) for one in page.estimates)
-            after = page.next
+            page = orjson.loads((await self._patiently(ask)).content)
+            for one in page["estimates"]:
+                attempts, weight = one["attempts"], one["weight"]
+                solved = weight * (one["mean_reward"] or 0.0)
+                found[one["task_id"]] = Estimate(attempts, weight, solved, one["policy_version"])
+            query["after"] = page["next"]
         return found
-
-    def hurry(self) -> None:
-        """Sends the next heartbeat now instead of waiting for the server's answer."""
-        self._urgent.set()
 
     async def _say_goodbye(self) -> None:
         if self._session is None:
@@ -431,25 +479,13 @@ class Link:
 
     # Requests to the server
 
-    async def _patiently(self, ask: Callable[[], Any]) -> Any:
-        tried = 0
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         while True:
             session = self._session
             try:
-                answer = await ask()
+                return await super()._patiently(ask)
             except SessionLost:
                 await self._register_again(session)
-            except Unreachable as error:
-                tried += 1
-                if self._reachable:
-                    self._reachable = False
-                    _log.warning("server_unreachable", reason=error.message)
-                await asyncio.sleep(_BACKOFF.seconds(tried, random.random()))
-            else:
-                if not self._reachable:
-                    self._reachable = True
-                    _log.info("server_reached_again")
-                return answer
 
     async def _register_again(self, lost: Welcome | None) -> None:
         """Registers again, unless that has already happened. Not cancelled halfway, because the
@@ -497,15 +533,6 @@ class Link:
                 raise SessionLost("Another session has begun.") from None
             raise
 
-    async def _request(self, method: str, path: str, **more: Any) -> httpx.Response:
-        try:
-            answer = await self._http.request(method, path, **more)
-        except httpx.TransportError as error:
-            raise Unreachable(str(error) or type(error).__name__) from error
-        if not answer.is_success:
-            raise _problem(answer)
-        return answer
-
 
 def _problem(answer: httpx.Response) -> EnvserverError:
     try:
@@ -537,14 +564,14 @@ def _refusal(refused: Refused | None) -> InputError | None:
     return InputError(f"The server refuses it: {refused.message}", place=refused.place)
 
 
-def _read(kind: type[M], answer: httpx.Response) -> M:
+def _read(kind: type[T], answer: httpx.Response) -> T:
     try:
-        return kind.model_validate_json(answer.content)
-    except ValidationError as error:
-        raise ConfigError(
-            f"The server's answer is not a {kind.__name__}.",
-            hint=_SAME_VERSION,
-        ) from error
+        if issubclass(kind, BaseModel):
+            return kind.model_validate_json(answer.content)
+        return unpack(answer.content, kind)
+    except (ValidationError, msgspec.DecodeError) as error:
+        message = f"The server's answer is not a {kind.__name__}: {error}."
+        raise ConfigError(message, hint=_SAME_VERSION) from error
 
 
 _ASKED_AT_ONCE = 1024
@@ -569,9 +596,8 @@ def missing_requests(
 class RemoteSink:
     """Sends groups to the server; for a stream made by `missing_requests`."""
 
-    def __init__(self, link: Link, open_groups: Callable[[], int]) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._open_groups = open_groups
 
     async def put(self, group: Group) -> None:
         await self._link.post(await asyncio.to_thread(lambda: compressed(pack(group))))
@@ -581,7 +607,7 @@ class RemoteSink:
         return set()
 
     async def wait_for_capacity(self) -> None:
-        await self._link.wait_for_capacity(self._open_groups)
+        await self._link.wait_for_capacity()
 
 
 _MOST_NAMES = 256

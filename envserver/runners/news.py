@@ -9,12 +9,11 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
-import msgspec
 from starlette.types import Receive
 
 from ..http.requests import Hangup
@@ -23,7 +22,7 @@ from ..rollouts.scheduler import Share, Shares, targets
 from ..store import Store
 from ..store.demand import Demand, StoreSink
 from .messages import ENGINES, NEXT_SECONDS, EngineList, Heartbeat, News, Pause
-from .runner import RegisteredRunner, RunnerStatus, RunnerTable, poll_seconds
+from .runner import Runner, RunnerTable, poll_seconds
 
 _STEP_SECONDS = 1.0
 
@@ -68,25 +67,27 @@ class ExtraCapacity:
 _MOST_COUNTED: Final = 4096
 
 
-class Participant(msgspec.Struct, frozen=True):
-    """An environment that shares capacity.
-
-    Args:
-        share: its unique name, weight and minimum share.
-        env: name of the environment whose groups it makes.
-        held: groups that it has open, or may open without asking again.
-        capacity: number of groups it could have open.
-    """
-
-    share: Share
-    env: str
-    open: int
-    held: int
-    capacity: int
+class Participant(Protocol):
+    """An environment that shares capacity: a runner, or one of the server itself."""
 
     @property
-    def name(self) -> str:
-        return self.share.name
+    def share(self) -> Share:
+        """Its unique name, weight and minimum share."""
+
+    @property
+    def env(self) -> str:
+        """Name of the environment whose groups it makes."""
+
+    @property
+    def open(self) -> int: ...
+
+    @property
+    def held(self) -> int:
+        """Groups that it has open, or may open without asking again."""
+
+    @property
+    def capacity(self) -> int:
+        """Number of groups it could have open."""
 
 
 class Deal:
@@ -115,7 +116,7 @@ class Deal:
         """Returns how many groups `asking` may have open. What another may open without asking
         again is given to no other: its place becomes free when that one learns of a smaller number.
         """
-        target = self._targets[asking.name]
+        target = self._targets[asking.share.name]
         free = max(0, self._places[asking.env] - self._held + asking.held)
         least = 1 if asking.env in self._idle and asking.capacity else 0
         return max(asking.open, least, min(target, free))
@@ -146,12 +147,12 @@ class SharedCapacity:
         most = self._demand.max_waiting()
         idle = {env: self._demand.capacity_if_idle(env) for env in {one.env for one in everyone}}
         places = {free: free + self._extra(free, most, held) for free in set(idle.values())}
-        wants = {one.name: one.capacity - one.open for one in everyone}
+        wants = {one.share.name: one.capacity - one.open for one in everyone}
         dealt = {
             free: self._shares.upcoming(total - is_open, wants) for free, total in places.items()
         }
         return Deal(
-            {one.name: one.open + dealt[idle[one.env]][one.name] for one in everyone},
+            {one.share.name: one.open + dealt[idle[one.env]][one.share.name] for one in everyone},
             {env: places[free] for env, free in idle.items()},
             held,
             {env for env, free in idle.items() if free > 0}
@@ -191,65 +192,6 @@ class SharedCapacity:
             self._names = frozenset(share.name for share in sharing)
 
 
-Waiting = asyncio.Future[News | None]
-"""A heartbeat that waits; done when it is answered, or when its wait has ended without news."""
-
-
-class WaitingHeartbeats:
-    """The heartbeats that wait. `look`: called soon after changes; calls `tell` for each of `all`
-    for which there is news."""
-
-    def __init__(self, look: Callable[[], None]) -> None:
-        self._look = look
-        self._waiting: dict[Waiting, tuple[str, Heartbeat]] = {}
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def wait(
-        self, env_id: str, beat: Heartbeat, seconds: float, receive: Receive
-    ) -> News | None:
-        """Waits for news for a runner at most `seconds` long; None: there was none, or the client
-        has disconnected. `receive`: of the request."""
-        loop = asyncio.get_running_loop()
-        answer: Waiting = loop.create_future()
-        self._waiting[answer] = env_id, beat
-        timer = loop.call_later(seconds, _end, answer)
-        try:
-            async with Hangup(receive) as hangup:
-                hangup.then(partial(_end, answer))
-                return await answer
-        finally:
-            timer.cancel()
-            del self._waiting[answer]
-
-    def end(self, env_id: str) -> None:
-        for one, (whose, _) in self._waiting.items():
-            if whose == env_id:
-                _end(one)
-
-    def all(self) -> list[tuple[Waiting, str, Heartbeat]]:
-        """Returns the heartbeats without an answer, with the runner's id and what it said."""
-        return [(one, *whose) for one, whose in self._waiting.items() if not one.done()]
-
-    def tell(self, waiting: Waiting, news: News) -> None:
-        if not waiting.done():
-            waiting.set_result(news)
-
-    def look_after(self, seconds: float) -> None:
-        """Looks once in `seconds` (0 or less: at once), unless a look is already due."""
-        if self._timer is None and self._waiting:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, seconds), self._look_now)
-
-    def _look_now(self) -> None:
-        self._timer = None
-        self._look()
-
-
-def _end(waiting: Waiting) -> None:
-    if not waiting.done():
-        waiting.set_result(None)
-
-
 _LOOK_SECONDS: Final = 0.25
 """Seconds between checks whether there is room for a local environment, or a pause is complete."""
 _LONGEST_UNSEEN_SECONDS: Final = 1.0
@@ -266,12 +208,13 @@ class RunnerNews:
         self._runners = runners
         self.shared = shared
         self.local: list[LocalEnvironmentSink] = []
-        self._local_begun: dict[str, int] = {}
         self._version = -1
         self._pause: Pause | None = None
         self._engines = EngineList(id="")
         self._change = asyncio.Event()
-        self.waiting = WaitingHeartbeats(self._look)
+        self._waiting: dict[asyncio.Future[News | None], tuple[Runner, Heartbeat]] = {}
+        """Heartbeats that wait; None: no news came."""
+        self._timer: asyncio.TimerHandle | None = None
         self._present = 0
         self._deal: Deal | None = None
         self._deal_at = self._deal_lasts = 0.0
@@ -282,7 +225,7 @@ class RunnerNews:
         self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
         self.wake()
         end = time.monotonic() + timeout_seconds
-        while not all(now.beat.quiet == pause.id for _, now in self._runners.present()):
+        while not all(one.beat.quiet == pause.id for one in self._runners.present()):
             left = end - time.monotonic()
             if left <= 0 or self._pause is not pause:
                 return False
@@ -306,7 +249,9 @@ class RunnerNews:
     def wake(self) -> None:
         self._change.set()
         self._change = asyncio.Event()
-        self.waiting.look_after(self._deal_at + self._deal_lasts - time.monotonic())
+        if self._timer is None and self._waiting:
+            seconds = max(0.0, self._deal_at + self._deal_lasts - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._look)
 
     async def run(self) -> None:
         """Looks for news whenever trainers have taken groups, until cancelled."""
@@ -316,105 +261,126 @@ class RunnerNews:
             self.wake()
             await asyncio.sleep(_SHORTEST_UNSEEN_SECONDS)
 
+    async def wait(
+        self, runner: Runner, beat: Heartbeat, seconds: float, receive: Receive
+    ) -> News | None:
+        """Waits for news for a runner at most `seconds` long; None: there was none, or the client
+        has disconnected. `receive`: of the request."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[News | None] = loop.create_future()
+        self._waiting[answer] = runner, beat
+        timer = loop.call_later(seconds, _answer, answer, None)
+        try:
+            async with Hangup(receive) as hangup:
+                hangup.then(partial(_answer, answer, None))
+                return await answer
+        finally:
+            timer.cancel()
+            del self._waiting[answer]
+
+    def end_waits(self, env_id: str) -> None:
+        for answer, (runner, _) in self._waiting.items():
+            if runner.id == env_id:
+                _answer(answer, None)
+
+    def _look(self) -> None:
+        self._timer = None
+        for answer, (runner, beat) in list(self._waiting.items()):
+            if not answer.done() and self.is_new(runner, beat):
+                _answer(answer, self.for_runner(runner))
+
     async def wait_for_local_capacity(self, local: LocalEnvironmentSink) -> None:
         """Waits until `local` may begin a group, given the shares of the runners."""
-        while self._runners.is_any_present():
-            asking, deal = local.participant(), self._current_deal(local.share.name)
-            room = deal.room(asking)
-            if room > asking.open:
-                deal.grant(asking, asking.open + 1)
+        runners = self._runners
+        while any(map(runners.is_present, runners.known.values())):
+            deal = self._current_deal(local)
+            if deal.room(local) > local.open:
+                deal.grant(local, local.open + 1)
                 return
             await self._changed(_LOOK_SECONDS)
 
-    def for_runner(self, one: RegisteredRunner) -> News:
+    def for_runner(self, runner: Runner) -> News:
         """Returns the news for a runner, which has from now on the room that they name."""
-        now = self._runners.status(one)
-        asking, deal = _participant(one, now), self._current_deal(one.name)
-        room = deal.room(asking)
-        deal.grant(asking, room)
-        now.room = room
-        if NEXT_SECONDS in one.understands:
+        deal = self._current_deal(runner)
+        room = deal.room(runner)
+        deal.grant(runner, room)
+        runner.room = room
+        if runner.understands(NEXT_SECONDS):
             shortest = self._runners.heartbeats.silent_after_seconds
-            now.poll_seconds = poll_seconds(self._present, shortest)
+            runner.poll_seconds = poll_seconds(self._present, shortest)
         return News(
             policy_version=self._version,
             pause=self._pause,
             room=room,
-            drain=now.drain,
-            next_seconds=now.poll_seconds or None,
-            engines=self._engines if self._hears_engines(one, now.beat) else None,
+            drain=runner.drain,
+            next_seconds=runner.poll_seconds or None,
+            engines=self._engines if self._hears_engines(runner, runner.beat) else None,
         )
 
-    def _hears_engines(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
-        if ENGINES not in one.understands:
+    def _hears_engines(self, runner: Runner, beat: Heartbeat) -> bool:
+        if not runner.understands(ENGINES):
             return False
         seen = beat.seen.engines if beat.seen is not None else None
         return seen is None or seen.id != self._engines.id
 
-    def is_new(self, one: RegisteredRunner, beat: Heartbeat) -> bool:
-        now, seen = self._runners.status(one), beat.seen
+    def is_new(self, runner: Runner, beat: Heartbeat) -> bool:
+        seen = beat.seen
         if (
             seen is None
             or seen.policy_version != self._version
-            or seen.drain != now.drain
+            or seen.drain != runner.drain
             or seen.pause != self._pause
-            or self._hears_engines(one, beat)
+            or self._hears_engines(runner, beat)
         ):
             return True
         if beat.open < seen.room:  # it has not used what it has
             return False
-        return self._current_deal(one.name).room(_participant(one, now)) > seen.room
+        return self._current_deal(runner).room(runner) > seen.room
 
-    def _look(self) -> None:
-        for waiting, env_id, beat in self.waiting.all():
-            one = self._runners.known.get(env_id)
-            if one is not None and self.is_new(one, beat):
-                self.waiting.tell(waiting, self.for_runner(one))
-
-    def _current_deal(self, name: str) -> Deal:
-        """Returns a deal in which `name` takes part. With many runners, where dealing takes long,
+    def _current_deal(self, asking: Participant) -> Deal:
+        """Returns a deal in which `asking` takes part. With many runners, where dealing takes long,
         one deal serves for a while: dealing takes a twentieth of the time at most.
 
         A silent runner counts for none; when it returns with its open groups, the limit is exceeded
         for a moment."""
-        deal = self._deal
+        deal, name = self._deal, asking.share.name
         if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
             before = time.thread_time()
-            deal = self._deal = self.shared.deal(self._everyone(name))
+            deal = self._deal = self.shared.deal(self._everyone(asking))
             cost = time.thread_time() - before
             self._deal_at = time.monotonic()
             self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
         return deal
 
-    def _everyone(self, name: str) -> list[Participant]:
+    def _everyone(self, asking: Participant) -> list[Participant]:
         present = self._runners.present()
         self._present = len(present)
         opened: Counter[str] = Counter()
-        for one, now in present:
-            opened[one.env] += now.open
+        for runner in present:
+            opened[runner.env] += runner.open
         self.shared.report_to_demand(opened)
         for local in self.local:
-            begun, before = local.begun, self._local_begun.get(local.share.name, 0)
-            self._local_begun[local.share.name] = max(begun, before)
-            self.shared.count_begun(local.share.name, begun - before)
-        everyone = [_participant(one, now) for one, now in present]
-        everyone += [local.participant() for local in self.local]
-        asking = self._runners.named(name)
-        if asking is not None and not self._runners.is_present(asking):
-            everyone.append(_participant(asking, self._runners.status(asking)))
-        return everyone
+            self.shared.count_begun(local.env, local.begun - local.counted)
+            local.counted = local.begun
+        everyone: list[Participant] = [*present, *self.local]
+        names = {one.share.name for one in everyone}
+        return everyone if asking.share.name in names else [*everyone, asking]
 
-    def count_begun(self, one: RegisteredRunner, begun: int) -> None:
+    def count_begun(self, runner: Runner, begun: int) -> None:
         """Counts groups begun since the last report; the first report only sets the base."""
-        now = self._runners.status(one)
-        before = begun if now.counted is None else now.counted
-        self.shared.count_begun(one.name, begun - before)
-        now.counted = max(before, begun)
+        before = begun if runner.counted is None else runner.counted
+        self.shared.count_begun(runner.name, begun - before)
+        runner.counted = max(before, begun)
 
     async def _changed(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._change.wait()
+
+
+def _answer(waiting: asyncio.Future[News | None], news: News | None) -> None:
+    if not waiting.done():
+        waiting.set_result(news)
 
 
 class LocalEnvironmentSink(StoreSink):
@@ -433,9 +399,14 @@ class LocalEnvironmentSink(StoreSink):
     ) -> None:
         super().__init__(store, share.name, demand)
         self.share, self.prefix, self.capacity = share, prefix, capacity
-        self.open = self.begun = 0
+        self.env = share.name
+        self.open = self.begun = self.counted = 0
         self._news = news
         news.local.append(self)
+
+    @property
+    def held(self) -> int:
+        return self.open
 
     async def wait_for_capacity(self) -> None:
         await super().wait_for_capacity()
@@ -445,16 +416,3 @@ class LocalEnvironmentSink(StoreSink):
         self.open += groups
         self.begun += max(0, groups)
         super().opened(groups)
-
-    def participant(self) -> Participant:
-        return Participant(self.share, self.share.name, self.open, self.open, self.capacity)
-
-
-def _participant(one: RegisteredRunner, now: RunnerStatus) -> Participant:
-    return Participant(
-        share=Share(one.name, one.weight, one.minimum_share),
-        env=one.env,
-        open=now.open,
-        held=now.held,
-        capacity=now.beat.capacity,
-    )

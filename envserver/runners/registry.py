@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import hashlib
 import hmac
 import secrets
@@ -23,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Annotated, Any, Final
 from weakref import WeakValueDictionary
@@ -62,8 +64,8 @@ from .messages import (
     Welcome,
 )
 from .news import RunnerNews, SharedCapacity
-from .runner import SILENT_POLLS, RegisteredRunner, RunnerTable
-from .validation import ReadGroup, Stream, read_batch_async, read_group_async
+from .runner import SILENT_POLLS, RegisteredRunner, Runner, RunnerTable
+from .validation import read_post
 
 log = structlog.get_logger(__name__)
 
@@ -123,7 +125,7 @@ class RunnerRegistry:
             if before is not None:
                 self._check_may_take(before, wanted)
             async with self._stream(wanted, before) as (seed, is_new):
-                runner = RegisteredRunner(
+                registered = RegisteredRunner(
                     id=before.id if before is not None else secrets.token_hex(8),
                     key_hash=_hash(key),
                     instance_hash=_hash(wanted.instance),
@@ -133,25 +135,21 @@ class RunnerRegistry:
                     understands=tuple(understands),
                     **wanted.model_dump(exclude={"instance", "seed"}),
                 )
+                runner = Runner(registered)
                 await self.table.save(runner)
-            count = self._store.count_with_prefix
-            stored = 0 if is_new else await count(runner.prefix)
-            again = 0 if is_new else await count(again_prefix(runner.prefix))
-            self.table.start(runner, stored)
-            self.news.waiting.end(runner.id)  # of the session before
-        log.info(
-            "environment_registered",
-            name=runner.name,
-            env=runner.env,
-            seed=runner.seed,
-            host=runner.host,
-        )
+            count, prefix = self._store.count_with_prefix, registered.prefix
+            runner.stored = 0 if is_new else await count(prefix)
+            again = 0 if is_new else await count(again_prefix(prefix))
+            self.table.heartbeats.hear(runner.id)
+            self.news.end_waits(runner.id)  # of the session before
+        about = {"name": runner.name, "env": runner.env, "seed": seed, "host": registered.host}
+        log.info("environment_registered", **about)
         self.news.wake()
         return Welcome(
             id=runner.id,
             key=key,
-            seed=runner.seed,
-            stored=stored,
+            seed=seed,
+            stored=runner.stored,
             again=again,
             silent_after_seconds=self.table.heartbeats.silent_after_seconds,
         )
@@ -159,24 +157,26 @@ class RunnerRegistry:
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
 
-    def _check_may_take(self, before: RegisteredRunner, wanted: Registration) -> None:
-        same = hmac.compare_digest(before.instance_hash, _hash(wanted.instance))
+    def _check_may_take(self, before: Runner, wanted: Registration) -> None:
+        same = hmac.compare_digest(before.registered.instance_hash, _hash(wanted.instance))
         if not same and self.table.is_present(before):
             raise ConflictError(
-                f"The name {wanted.name!r} is used by an environment at {before.host or '?'}.",
+                f"The name {wanted.name!r} is used by an environment at "
+                f"{before.registered.host or '?'}.",
                 hint="Choose another with --name, or wait until the other has left or has been "
                 f"silent for {self.table.heartbeats.silent_after_seconds:g} s.",
             )
 
     @asynccontextmanager
     async def _stream(
-        self, wanted: Registration, before: RegisteredRunner | None
+        self, wanted: Registration, before: Runner | None
     ) -> AsyncIterator[tuple[int, bool]]:
         """Holds the stream for a runner until its registration is stored; gives its seed, and
         whether it is unused."""
+        known = None if before is None else before.registered
         stream = (wanted.env, wanted.split, wanted.seed)
-        if before is not None and stream == (before.env, before.split, before.asked_seed):
-            yield before.seed, False
+        if known is not None and stream == (known.env, known.split, known.asked_seed):
+            yield known.seed, False
             return
         streams = self.table.streams
         seed = await streams.choose(wanted, [local.prefix for local in self.news.local])
@@ -195,15 +195,15 @@ class RunnerRegistry:
         seconds = min(beat.wait_seconds, self.table.silent_after(runner) / SILENT_POLLS)
         if receive is None or seconds <= 0 or self.news.is_new(runner, beat):
             return self.news.for_runner(runner)
-        news = await self.news.waiting.wait(runner.id, beat, seconds, receive)
+        news = await self.news.wait(runner, beat, seconds, receive)
         return news or self.news.for_runner(self.authenticate(env_id, key))
 
-    def _hear(self, runner: RegisteredRunner, beat: Heartbeat) -> None:
+    def _hear(self, runner: Runner, beat: Heartbeat) -> None:
         was_silent = not self.table.is_present(runner)
         self.table.heartbeats.hear(runner.id)
-        now, before = self.table.status(runner), self.table.status(runner).beat
-        self.tell(runner.env, runner.name, *now.failed_since(beat))
-        now.beat, now.open = beat, beat.open
+        before = runner.beat
+        self.tell(runner.env, runner.name, *runner.failed_since(beat))
+        runner.beat, runner.open = beat, beat.open
         self.news.count_begun(runner, beat.begun)
         # Most heartbeats of many runners equal the one before: nothing else need be done.
         if was_silent or _CHANGES(before) != _CHANGES(beat):
@@ -214,34 +214,34 @@ class RunnerRegistry:
         env_id: str,
         key: str,
         body: bytes,
-        most_bytes: int | None = None,
+        most_bytes: int,
         still_open: int | None = None,
         begun: int | None = None,
+        *,
+        is_list: bool = True,
     ) -> News:
         """Stores a group, or several in one transaction; on disk on return, and repeating is
         allowed. Of several, the result names those that are refused.
 
         Args:
-            most_bytes: `body` is a post of several groups, which are no larger when decompressed.
+            most_bytes: maximum size of the groups when decompressed.
             still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
         """
-        runner, stream = self._heard(env_id, key)
-        if most_bytes is None:
-            read: list[ReadGroup] = [await read_group_async(body, stream)]
-        else:
-            read = await read_batch_async(body, stream, most_bytes)
+        runner = self._heard(env_id, key)
+        read = await read_post(body, runner.registered, most_bytes, is_list=is_list)
+        if not is_list and isinstance(read[0], InputError):
+            raise read[0]
         puts = [put for put in read if isinstance(put, EncodedPut)]
         new = sum(await self._store.put_encoded(puts))
-        now = self.table.status(runner)
-        if now.stored is not None:
-            now.stored += new
-        now.open = max(0, now.open - new) if still_open is None else still_open
+        if runner.stored is not None:
+            runner.stored += new
+        runner.open = max(0, runner.open - new) if still_open is None else still_open
         if begun is not None:
             self.news.count_begun(runner, begun)
         self.news.wake()
         news = self.news.for_runner(runner)
-        if most_bytes is None:
+        if not is_list:
             return news
         refused = [
             Refused(index=index, place=error.detail.get("place", ""), message=error.message)
@@ -250,45 +250,42 @@ class RunnerRegistry:
         ]
         return Accepted(**vars(news), refused=refused)
 
-    def _heard(self, env_id: str, key: str) -> tuple[RegisteredRunner, Stream]:
+    def _heard(self, env_id: str, key: str) -> Runner:
         runner = self.authenticate(env_id, key)
         self.table.heartbeats.hear(runner.id)
-        return runner, Stream(
-            env=runner.env, split=runner.split, seed=runner.seed, prefix=runner.prefix
-        )
+        return runner
 
     async def known_groups(self, env_id: str, key: str, group_ids: list[str]) -> set[str]:
         """Returns which of these groups were ever stored, delivered or not."""
-        runner = self.authenticate(env_id, key)
-        self.table.heartbeats.hear(runner.id)
+        self._heard(env_id, key)
         return await self._store.existing(group_ids)
 
     async def count_dropped(self, env_id: str, key: str, groups: Sequence[ScoredGroup]) -> None:
         """Counts scored, dropped groups in the estimates of their tasks; repeating is allowed."""
-        runner, stream = self._heard(env_id, key)
+        stream = self._heard(env_id, key).registered
         news = []
         for number, group in enumerate(groups):
             if not group.group_id.startswith(stream.prefix) or group.rewards > group.attempts:
                 raise InputError("No group of this stream.", place=f"groups[{number}]")
-            facts = group.model_dump()
-            news.append(Scored(env=runner.env, split=runner.split, **facts))
+            news.append(Scored(env=stream.env, split=stream.split, **group.model_dump()))
         await self._store.count_dropped(news)
 
     async def goodbye(self, env_id: str, key: str) -> None:
         async with self._lock(self.authenticate(env_id, key).name):
-            runner = self.authenticate(env_id, key)
-            await self.table.save(msgspec.structs.replace(runner, gone=True, left_at=time.time()))
-            now = self.table.status(runner)
-            now.beat = now.beat.model_copy(update={"open": 0, "capacity": 0})
-            now.room = now.open = 0
+            runner = copy.copy(self.authenticate(env_id, key))
+            left = {"gone": True, "left_at": time.time()}
+            runner.registered = msgspec.structs.replace(runner.registered, **left)
+            await self.table.save(runner)
+            runner.beat = runner.beat.model_copy(update={"open": 0, "capacity": 0})
+            runner.room = runner.open = 0
         log.info("environment_left", name=runner.name)
         self.news.wake()
 
-    def authenticate(self, env_id: str, key: str) -> RegisteredRunner:
+    def authenticate(self, env_id: str, key: str) -> Runner:
         runner = self.table.known.get(env_id)
         if runner is None:
             raise NotFoundError("No such environment is registered.", hint="Register it again.")
-        if not hmac.compare_digest(runner.key_hash, _hash(key)):
+        if not hmac.compare_digest(runner.registered.key_hash, _hash(key)):
             raise WrongKey(
                 "The key is not that of this environment's session.",
                 hint="Another process may have registered under its name.",
@@ -299,7 +296,7 @@ class RunnerRegistry:
         runner = self.table.known.get(env_id)
         if runner is None:
             raise NotFoundError("No such environment is registered.")
-        self.table.status(runner).drain = True
+        runner.drain = True
         self.news.wake()
 
 
@@ -315,12 +312,6 @@ def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def count_runners(environments: RunnerRegistry) -> dict[str, int]:
-    table = environments.table
-    counted = Counter(table.presence(runner) for runner in table.known.values())
-    return {name: counted[name] for name in ("present", "silent", "gone")}
-
-
 async def runner_numbers(environments: RunnerRegistry) -> Reading:
     """Returns the numbers of all runners by environment: their names would be unbounded labels."""
     how_many: Counter[tuple[str, str]] = Counter()
@@ -329,9 +320,8 @@ async def runner_numbers(environments: RunnerRegistry) -> Reading:
     table, news = environments.table, environments.news
     for runner in table.known.values():
         how_many[runner.env, table.presence(runner)] += 1
-        now = table.status(runner)
-        is_open[runner.env] += now.open
-        capacity[runner.env] += now.beat.capacity if table.is_present(runner) else 0
+        is_open[runner.env] += runner.open
+        capacity[runner.env] += runner.capacity if table.is_present(runner) else 0
     return {
         "joined_environments": how_many,
         "joined_open_groups": is_open,
@@ -391,7 +381,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         """Reports a runner's status. Answers at once if there is news for it (a new policy
         version, a pause, a drain, or more capacity when it has used up its own); otherwise after
         `wait_seconds`."""
-        return await _heard(environments, env_id, request)
+        return await _heard(environments, request)
 
     @router.post(
         _PLACE + "/{env_id}/groups",
@@ -408,7 +398,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         malformed single group is refused with 422 and the place of the error; among several, the
         response names the refused groups and the others are stored. `open` and `begun` are as in a
         heartbeat, not counting the posted groups."""
-        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
+        return await _accepted(environments, most_bytes, request)
 
     @router.post(
         _PLACE + "/{env_id}/known",
@@ -455,50 +445,36 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
 def runner_posts(environments: RunnerRegistry, most_bytes: int) -> dict[str, Endpoint]:
     """Returns, by path, endpoints for posts of groups that bypass FastAPI, for speed."""
-
-    async def accept(request: Request) -> Response:
-        still_open, begun = (
-            None if text is None else int(text)
-            for text in map(request.query_params.get, ("open", "begun"))
-        )
-        env_id = request.path_params["env_id"]
-        return await _accepted(environments, most_bytes, env_id, request, still_open, begun)
-
-    return {_PLACE + "/{env_id}/groups": accept}
+    return {_PLACE + "/{env_id}/groups": partial(_accepted, environments, most_bytes)}
 
 
 def runner_beats(environments: RunnerRegistry) -> dict[str, Endpoint]:
     """Returns, by path, an endpoint for heartbeats that bypasses FastAPI, for speed."""
-
-    async def heartbeat(request: Request) -> Response:
-        return await _heard(environments, request.path_params["env_id"], request)
-
-    return {_PLACE + "/{env_id}/heartbeat": heartbeat}
+    return {_PLACE + "/{env_id}/heartbeat": partial(_heard, environments)}
 
 
-async def _heard(environments: RunnerRegistry, env_id: str, request: Request) -> Response:
-    key = _key(request)
-    environments.authenticate(env_id, key)
+async def _heard(environments: RunnerRegistry, request: Request) -> Response:
+    session = request.path_params["env_id"], _key(request)
+    environments.authenticate(*session)
     beat = await read_body(request, Heartbeat)
-    return _json(await environments.heartbeat(env_id, key, beat, request.receive))
+    return _json(await environments.heartbeat(*session, beat, request.receive))
 
 
-async def _accepted(
-    environments: RunnerRegistry,
-    most_bytes: int,
-    env_id: str,
-    request: Request,
-    still_open: int | None,
-    begun: int | None,
-) -> Response:
-    key = _key(request)
-    environments.authenticate(env_id, key)
+async def _accepted(environments: RunnerRegistry, most_bytes: int, request: Request) -> Response:
+    session = request.path_params["env_id"], _key(request)
+    environments.authenticate(*session)
+    still_open, begun = (
+        None if text is None else int(text)
+        for text in map(request.query_params.get, ("open", "begun"))
+    )
     body = await request.body()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type not in (GROUP_MSGPACK, GROUP_LIST_MSGPACK):
         raise WrongMediaType(f"Groups must be {GROUP_MSGPACK} or {GROUP_LIST_MSGPACK}.")
-    most = most_bytes if media_type == GROUP_LIST_MSGPACK else None
-    return _json(await environments.accept(env_id, key, body, most, still_open, begun))
+    is_list = media_type == GROUP_LIST_MSGPACK
+    return _json(
+        await environments.accept(*session, body, most_bytes, still_open, begun, is_list=is_list)
+    )
 
 
 def _key(request: Request) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from envserver_records.errors import StoreFull
 from envserver_records.records import Split
 
+from ..rollouts.scheduler import Share
 from ..rollouts.stream import stream_prefix
 from ..store import Store
 from .messages import NEXT_SECONDS, Heartbeat, Registration
@@ -110,7 +111,17 @@ _LOST_SECONDS: Final = 24 * 3600.0
 """A runner that did not leave is forgotten after so long a silence, where there are too many."""
 
 
-class RegisteredRunner(msgspec.Struct, kw_only=True):
+class Stream(msgspec.Struct, kw_only=True):
+    env: str
+    split: Split
+    seed: int
+
+    @property
+    def prefix(self) -> str:
+        return stream_prefix(self.env, self.split, self.seed)
+
+
+class RegisteredRunner(Stream, kw_only=True):
     """The stored registration of a runner.
 
     Args:
@@ -124,10 +135,7 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     name: str
     key_hash: str
     instance_hash: str
-    env: str
-    split: Split
     asked_seed: int
-    seed: int
     group_size: int
     weight: float
     minimum_share: float
@@ -139,13 +147,19 @@ class RegisteredRunner(msgspec.Struct, kw_only=True):
     left_at: float = 0.0
     understands: tuple[str, ...] = ()
 
-    @property
-    def prefix(self) -> str:
-        return stream_prefix(self.env, self.split, self.seed)
 
+class Runner:
+    """A runner with its stored registration and, from its messages, its current status.
 
-class RunnerStatus:
-    def __init__(self) -> None:
+    Args:
+        stored: groups of its stream in the store; None: not counted yet.
+    """
+
+    def __init__(self, registered: RegisteredRunner, stored: int | None = None) -> None:
+        self.registered = registered
+        self.id, self.name, self.env = registered.id, registered.name, registered.env
+        self.share = Share(registered.name, registered.weight, registered.minimum_share)
+        self.stored = stored
         self.beat = Heartbeat()
         self.room = 0
         self.open = 0
@@ -154,8 +168,6 @@ class RunnerStatus:
         self._is_heard = False
         self.poll_seconds = 0.0
         """Seconds that it was last asked to wait for news; 0: none."""
-        self.stored: int | None = None
-        """Groups of its stream in the store; None: not counted yet."""
 
     def failed_since(self, beat: Heartbeat) -> tuple[Counter[str], Counter[str]]:
         """Returns how many attempts failed and groups were dropped since the last heartbeat, by
@@ -170,6 +182,13 @@ class RunnerStatus:
         """Number of groups it has open, or may open without asking again."""
         return max(self.room, self.open)
 
+    @property
+    def capacity(self) -> int:
+        return self.beat.capacity
+
+    def understands(self, addition: str) -> bool:
+        return addition in self.registered.understands
+
 
 class RunnerTable:
     """All runners of a server; call `load` first."""
@@ -178,13 +197,9 @@ class RunnerTable:
         self._store = store
         self.streams = Streams(store)
         self.heartbeats = Heartbeats(silent_after_seconds)
-        self.known: dict[str, RegisteredRunner] = {}
+        self.known: dict[str, Runner] = {}
         """By id."""
-        self._ids: dict[str, str] = {}
-        """By name."""
-        self._gone: dict[str, float] = {}
-        """When those that have left did so, by id, the first to leave first."""
-        self._status: dict[str, RunnerStatus] = {}
+        self._named: dict[str, Runner] = {}
 
     async def load(self) -> None:
         if old := await self._store.get_value(_OLD_KEY):
@@ -193,125 +208,109 @@ class RunnerTable:
         stored = await self._store.values_with_prefix(_KEY_PREFIX)
         runners = msgspec.convert(list(stored.values()), list[RegisteredRunner])
         for runner in sorted(runners, key=lambda runner: (runner.left_at, runner.registered_at)):
-            self._remember(runner)
+            self._remember(Runner(runner))
 
-    async def save(self, runner: RegisteredRunner) -> None:
+    async def save(self, runner: Runner) -> None:
         """Stores a registration. Of the runners that have left, those that left long ago or first
         are forgotten; the store still knows their streams by their groups."""
-        self._gone.pop(runner.id, None)
-        forgotten = self._forget_gone(runner.id)
-        if runner.id not in self.known and len(self.known) >= _MOST_RUNNERS:
-            forgotten += self._forget_silent()
-        if runner.id not in self.known and len(self.known) >= _MOST_RUNNERS:
+        forgotten = self._forgotten_for(runner.id)
+        if self._is_full_for(runner.id):
             raise StoreFull(f"No more than {_MOST_RUNNERS} environments can register.")
-        removed = dict.fromkeys(_KEY_PREFIX + left for left in forgotten)
-        await self._store.set_values(
-            {**removed, _KEY_PREFIX + runner.id: msgspec.to_builtins(runner)}
-        )
+        removed = dict.fromkeys(_KEY_PREFIX + left.id for left in forgotten)
+        registered = msgspec.to_builtins(runner.registered)
+        await self._store.set_values({**removed, _KEY_PREFIX + runner.id: registered})
         self._remember(runner)
 
-    def _forget_gone(self, but: str) -> list[str]:
+    def _is_full_for(self, env_id: str) -> bool:
+        return env_id not in self.known and len(self.known) >= _MOST_RUNNERS
+
+    def _forgotten_for(self, env_id: str) -> list[Runner]:
+        """Forgets who left long ago; where there is no room for `env_id`, who left first, and then
+        who was lost."""
+        others = [one for one in self.known.values() if one.id != env_id]
+        gone = sorted(
+            (one for one in others if one.registered.gone), key=lambda one: one.registered.left_at
+        )
+        earliest = time.time() - _REMEMBERED_SECONDS
         forgotten = []
-        new = but not in self.known
-        while self._gone:
-            first, left_at = next(iter(self._gone.items()))
-            is_old = left_at < time.time() - _REMEMBERED_SECONDS
-            if not is_old and len(self.known) + new <= _MOST_RUNNERS:
-                break
-            del self._gone[first]
-            self._forget(first)
-            forgotten.append(first)
+        for one in gone:
+            if one.registered.left_at < earliest or self._is_full_for(env_id):
+                self._forget(one)
+                forgotten.append(one)
+        if self._is_full_for(env_id):
+            silent = self.heartbeats.silent_seconds
+            lost = [one for one in self.known.values() if silent(one.id) > _LOST_SECONDS]
+            for one in lost:
+                self._forget(one)
+            forgotten += lost
         return forgotten
 
-    def _forget_silent(self) -> list[str]:
-        silent = self.heartbeats.silent_seconds
-        forgotten = [env_id for env_id in self.known if silent(env_id) > _LOST_SECONDS]
-        for env_id in forgotten:
-            self._forget(env_id)
-        return forgotten
+    def _forget(self, runner: Runner) -> None:
+        del self.known[runner.id], self._named[runner.name]
+        self.streams.give_back(runner.registered.prefix)
+        self.heartbeats.forget(runner.id)
 
-    def _forget(self, env_id: str) -> None:
-        left = self.known.pop(env_id)
-        del self._ids[left.name]
-        self.streams.give_back(left.prefix)
-        self._status.pop(env_id, None)
-        self.heartbeats.forget(env_id)
-
-    def _remember(self, runner: RegisteredRunner) -> None:
+    def _remember(self, runner: Runner) -> None:
         before = self.known.get(runner.id)
+        self.streams.take(runner.registered.prefix)
         if before is not None:
-            self.streams.give_back(before.prefix)
-        self.streams.take(runner.prefix)
-        self.known[runner.id] = runner
-        self._ids[runner.name] = runner.id
-        if runner.gone:
-            self._gone[runner.id] = runner.left_at
+            self.streams.give_back(before.registered.prefix)
+        self.known[runner.id] = self._named[runner.name] = runner
 
-    def named(self, name: str) -> RegisteredRunner | None:
-        return self.known.get(self._ids.get(name, ""))
+    def named(self, name: str) -> Runner | None:
+        return self._named.get(name)
 
-    def start(self, runner: RegisteredRunner, stored: int) -> None:
-        self._status[runner.id] = now = RunnerStatus()
-        now.stored = stored
-        self.heartbeats.hear(runner.id)
-
-    def status(self, runner: RegisteredRunner) -> RunnerStatus:
-        return self._status.get(runner.id) or self._status.setdefault(runner.id, RunnerStatus())
-
-    def is_present(self, runner: RegisteredRunner) -> bool:
-        if runner.gone:
+    def is_present(self, runner: Runner) -> bool:
+        if runner.registered.gone:
             return False
         silent = self.heartbeats.silent_seconds(runner.id)
         return silent <= self.heartbeats.silent_after_seconds or silent <= self.silent_after(runner)
 
-    def silent_after(self, runner: RegisteredRunner) -> float:
+    def silent_after(self, runner: Runner) -> float:
         """Returns after how many seconds without a message a runner no longer counts: longer for
         one that waits long for news. It stops its own model calls after half of that."""
-        now = self.status(runner)
-        longest = max(now.poll_seconds, min(now.beat.wait_seconds, LONGEST_SECONDS))
         shortest = self.heartbeats.silent_after_seconds
-        return max(shortest, SILENT_POLLS * longest if NEXT_SECONDS in runner.understands else 0.0)
+        if not runner.understands(NEXT_SECONDS):
+            return shortest
+        longest = max(runner.poll_seconds, min(runner.beat.wait_seconds, LONGEST_SECONDS))
+        return max(shortest, SILENT_POLLS * longest)
 
-    def present(self) -> list[tuple[RegisteredRunner, RunnerStatus]]:
-        return [
-            (runner, self.status(runner))
-            for runner in self.known.values()
-            if self.is_present(runner)
-        ]
+    def present(self) -> list[Runner]:
+        return [runner for runner in self.known.values() if self.is_present(runner)]
 
-    def is_any_present(self) -> bool:
-        return any(self.is_present(runner) for runner in self.known.values())
-
-    def presence(self, runner: RegisteredRunner) -> str:
-        if runner.gone:
+    def presence(self, runner: Runner) -> str:
+        if runner.registered.gone:
             return "gone"
         return "present" if self.is_present(runner) else "silent"
+
+    def count(self) -> dict[str, int]:
+        """Returns how many runners are present, silent and gone."""
+        counted = Counter(map(self.presence, self.known.values()))
+        return {name: counted[name] for name in ("present", "silent", "gone")}
 
     def minimums(self) -> dict[str, float]:
         """Returns the minimum shares of the runners that count, by environment name."""
         found: dict[str, float] = {}
-        for runner, now in self.present():
-            if runner.minimum_share and now.beat.capacity:
-                found[runner.env] = min(1.0, found.get(runner.env, 0.0) + runner.minimum_share)
+        for runner in self.present():
+            if runner.capacity and runner.share.minimum:
+                found[runner.env] = min(1.0, found.get(runner.env, 0.0) + runner.share.minimum)
         return found
 
     async def snapshot(self) -> list[dict[str, Any]]:
         for runner in list(self.known.values()):
-            now = self.status(runner)
-            if now.stored is None:
-                now.stored = await self._store.count_with_prefix(runner.prefix)
+            if runner.stored is None:
+                runner.stored = await self._store.count_with_prefix(runner.registered.prefix)
         return [self._shown(runner) for runner in self.known.values()]
 
-    def _shown(self, runner: RegisteredRunner) -> dict[str, Any]:
-        now = self.status(runner)
+    def _shown(self, runner: Runner) -> dict[str, Any]:
         return {
-            **{name: getattr(runner, name) for name in _SHOWN},
+            **{name: getattr(runner.registered, name) for name in _SHOWN},
             "silent": self.presence(runner) == "silent",
             "silent_seconds": round(self.heartbeats.silent_seconds(runner.id), 1),
-            "room": now.room,
-            "stored": now.stored,
-            **now.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"}),
-            "open": now.open,
+            "room": runner.room,
+            "stored": runner.stored,
+            **runner.beat.model_dump(exclude={"seen", "wait_seconds", "quiet"}),
+            "open": runner.open,
         }
 
 

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import ssl
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from urllib.parse import urlsplit
 
@@ -28,8 +29,9 @@ from ..rollouts.events import Event, RolloutFailed, RolloutScored
 from ..rollouts.group import RolloutContext
 from ..rollouts.scheduler import Scheduler
 from ..rollouts.stream import GroupRequest, group_requests
-from ..runners.dealing import Dealt, DealtLink, Made, dealt_link
+from ..runners.dealing import Made, Take
 from ..runners.link import (
+    DealtLink,
     Identity,
     Link,
     RemoteSink,
@@ -60,8 +62,19 @@ class Runner:
         self._scheduler = scheduler
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
-        work = _work(self._scheduler, self._link)
-        return await run_until_stopped(work, self._scheduler, stop, drain_seconds=drain_seconds)
+        return await run_until_stopped(
+            self._work(), self._scheduler, stop, drain_seconds=drain_seconds
+        )
+
+    async def _work(self) -> None:
+        living = asyncio.create_task(self._link.live())
+        making = asyncio.create_task(self._scheduler.run())
+        try:
+            done, _ = await asyncio.wait({living, making}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            await cancel_and_wait(living, making)
 
 
 def identity(spec: Spec) -> contextlib.AbstractContextManager[Identity]:
@@ -192,27 +205,21 @@ def _known(link: Link) -> Callable[[list[str]], set[str]]:
 def _scheduler(parts: RolloutContext, link: Link, stored: int, book: Book | None) -> Scheduler:
     environment = parts.environment
     steps = environment.config.total_steps
-    scheduler: Scheduler | None = None
     own = group_requests(environment, repeat=True)
-
-    def open_groups() -> int:
-        return 0 if scheduler is None else scheduler.open_groups
-
-    scheduler = Scheduler(
+    return Scheduler(
         parts,
         missing_requests(own, _known(link), stored)
         if book is None
         else book.curriculum.requests(own),
-        RemoteSink(link, open_groups),
+        RemoteSink(link),
         wanted=None if steps is None else max(0, steps - stored),
         stop_on_failures=False,
         counted=link.count_dropped,
     )
-    return scheduler
 
 
 def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tally) -> None:
-    most = max(1, parts.rollouts.max_concurrent // parts.environment.config.group_size) + 1
+    most = most_groups(parts)
 
     def facts() -> Heartbeat:
         ended = tally.groups + tally.drops.total()
@@ -230,7 +237,8 @@ def _connect(link: Link, parts: RolloutContext, scheduler: Scheduler, tally: Tal
             },
         )
 
-    link.facts, link.publish, link.drain = facts, parts.publish_version, scheduler.drain
+    link.facts, link.open_groups = facts, lambda: scheduler.open_groups
+    link.publish, link.drain = parts.publish_version, scheduler.drain
 
 
 def _hears_engines(settings: JoinSettings) -> bool:
@@ -252,19 +260,13 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
     fleet.changed = link.hurry  # calls wait for the version of an engine that was away
 
 
+def most_groups(parts: RolloutContext) -> int:
+    size: int = parts.environment.config.group_size
+    return max(1, parts.rollouts.max_concurrent // size) + 1
+
+
 def calls_waiting(parts: RolloutContext) -> int:
     return sum(one.waiting for one in parts.engine.replicas())
-
-
-async def _work(scheduler: Scheduler, link: Link) -> None:
-    living = asyncio.create_task(link.live())
-    making = asyncio.create_task(scheduler.run())
-    try:
-        done, _ = await asyncio.wait({living, making}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        await cancel_and_wait(living, making)
 
 
 class DealtRunner:
@@ -277,11 +279,8 @@ class DealtRunner:
         self._context = context
         self._events = events
         self._held: dict[str, asyncio.Task[None]] = {}
-        self._ended = asyncio.Event()
         self._draining = False
         self._error: BaseException | None = None
-        size = context.environment.config.group_size
-        self._most = max(1, context.rollouts.max_concurrent // size) + 1
 
     @property
     def open_groups(self) -> int:
@@ -289,17 +288,22 @@ class DealtRunner:
 
     def drain(self) -> None:
         self._draining = True
-        self._ended.set()
+        self._link.hurry()
 
     async def run(self, stop: Stop, *, drain_seconds: float) -> Ending:
         return await run_until_stopped(self._run(), self, stop, drain_seconds=drain_seconds)
 
     async def _run(self) -> None:
+        most = most_groups(self._context)
         try:
-            while not (self._draining and not self._held):
-                dealt = await self._take()
+            while self._held or not self._draining:
+                free = 0 if self._draining else max(0, most - len(self._held))
+                wanted = Take(self.name, free, list(self._held), calls_waiting(self._context))
+                dealt = await self._link.take(wanted)
                 if self._error is not None:
                     raise self._error
+                if dealt is None:
+                    continue
                 for group_id in dealt.cancelled:
                     if group_id in self._held:
                         self._held[group_id].cancel()
@@ -307,24 +311,7 @@ class DealtRunner:
                     self._begin(request)
                 self._draining = self._draining or dealt.drain
         finally:
-            tasks = list(self._held.values())
-            await cancel_and_wait(*tasks)
-
-    async def _take(self) -> Dealt:
-        while True:
-            self._ended.clear()
-            waiting = calls_waiting(self._context)
-            free = 0 if self._draining else max(0, self._most - len(self._held))
-            asking = asyncio.create_task(self._link.take(free, list(self._held), waiting))
-            ended = asyncio.create_task(self._ended.wait())
-            try:
-                await asyncio.wait({asking, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if asking.done():
-                    return asking.result()
-                if self._error is not None or (self._draining and not self._held):
-                    return Dealt()
-            finally:
-                await cancel_and_wait(asking, ended)
+            await cancel_and_wait(*self._held.values())
 
     def _begin(self, request: GroupRequest) -> None:
         if request.group_id in self._held:
@@ -337,55 +324,46 @@ class DealtRunner:
         del self._held[group_id]
         if not task.cancelled() and task.exception() is not None:
             self._error = task.exception()
-        self._events.forget(group_id)
-        self._ended.set()
+        self._events.pop(group_id, None)
+        self._link.hurry()
 
     async def _make(self, request: GroupRequest) -> None:
         made = await self._context.make(request)
-        scored, failed = self._events.of(request.group_id)
+        events = self._events.get(request.group_id, [])
         await self._link.send(
             Made(
                 group_id=request.group_id,
                 group=made if isinstance(made, Group) else None,
                 drop=None if isinstance(made, Group) else made,
-                scored=scored,
-                failed=failed,
+                scored=[event for event in events if isinstance(event, RolloutScored)],
+                failed=[event for event in events if isinstance(event, RolloutFailed)],
             )
         )
         self.delivered += isinstance(made, Group)
 
 
-class _Events:
-    """Keeps the events of rollouts until their group is sent."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, tuple[list[RolloutScored], list[RolloutFailed]]] = {}
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RolloutScored):
-            self.of(event.group_id)[0].append(event)
-        elif isinstance(event, RolloutFailed):
-            self.of(event.group_id)[1].append(event)
-
-    def of(self, group_id: str) -> tuple[list[RolloutScored], list[RolloutFailed]]:
-        return self._of.setdefault(group_id, ([], []))
-
-    def forget(self, group_id: str) -> None:
-        self._of.pop(group_id, None)
+_Events = defaultdict[str, list[RolloutScored | RolloutFailed]]
+"""The events of rollouts, by group, until it is sent."""
 
 
 @contextlib.asynccontextmanager
 async def dealt_runner(spec: Spec) -> AsyncIterator[DealtRunner]:
-    settings, events = spec.settings, _Events()
+    settings = spec.settings
+    events: _Events = defaultdict(list)
+
+    def observe(event: Event) -> None:
+        if isinstance(event, (RolloutScored, RolloutFailed)):
+            events[event.group_id].append(event)
+
     token = settings.token.get_secret_value()
     with identity(spec) as held:
-        async with dealt_link(settings.url, held.name, token=token, tls=tls_of(settings)) as link:
+        async with DealtLink(settings.url, token=token, tls=tls_of(settings)) as link:
             rules = await link.rules()
             async with rollout_context(
                 settings,
                 spec.make_environment(),
                 spec.reference,
-                observer=events,
+                observer=observe,
                 drop_zero_variance=rules.drop_zero_variance,
                 for_training=rules.for_training,
             ) as context:

@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,7 +22,7 @@ from pydantic import BaseModel, SecretStr
 
 from ..environment import Environment
 from ..http.server import serve_api
-from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Node, Scaling, connected
+from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Node, connected
 from ..registry import absolute
 from ..rollouts.events import Observer
 from ..rollouts.policy import Drop, UntrainedCeiling
@@ -210,14 +209,14 @@ class RayMakers:
         observer: Observer,
         rules: Rules,
     ) -> AsyncIterator[RayMaker]:
-        config, most = self.settings.ray, self.runners[number]
+        most = self.runners[number]
+        config = config_of_part(self.settings.ray, most)
         token = secrets.token_urlsafe(24)
         host = await bind_host(self.cluster)
         dealer = Dealer(rules)
         server = await serve_api(dealing_app(dealer, token), host, 0, is_guarded=True)
         try:
             url = await url_for_nodes(self.cluster, config, server.url, host)
-            rollouts = spec.settings.rollouts
 
             def command(runner: int) -> CommandSpec:
                 return runner_command(
@@ -234,24 +233,26 @@ class RayMakers:
             fleet = Fleet(
                 self.cluster,
                 environment.name,
-                wants=config.wants(),
+                config,
                 make=command,
                 drain=lambda runner: dealer.drain(_name(environment, runner)),
             )
             dealer.runners = lambda: fleet.young
+            rollouts = spec.settings.rollouts
+            scaled = rollouts.model_copy(update={"max_concurrent": rollouts.max_concurrent * most})
+            per_runner = groups_per_runner(spec.settings, environment)
+
+            async def tend() -> None:
+                while True:
+                    load = Load(dealer.open_groups, per_runner, dealer.engine_waits)
+                    await fleet.scale(load, await self.room(number))
+                    await asyncio.sleep(_TICK_SECONDS)
+
             async with beside("silent-runners", dealer.watch()):
-                scaling = Scaling(config_of_part(config, most))
-                per_runner = groups_per_runner(spec.settings, environment)
-                tending = asyncio.create_task(
-                    _tend(fleet, dealer, scaling, partial(self.room, number), per_runner)
-                )
-                scaled = rollouts.model_copy(
-                    update={"max_concurrent": rollouts.max_concurrent * most}
-                )
                 try:
-                    yield RayMaker(environment, scaled, observer, dealer, tending)
+                    async with beside("runners", tend()) as tending:
+                        yield RayMaker(environment, scaled, observer, dealer, tending)
                 finally:
-                    await cancel_and_wait(tending)
                     await asyncio.shield(fleet.stop(_STOP_SECONDS))
         finally:
             dealer.close()
@@ -262,19 +263,6 @@ def _name(environment: Environment, runner: int) -> str:
     return f"{environment.name}@ray-{runner}"
 
 
-async def _tend(
-    fleet: Fleet,
-    dealer: Dealer,
-    scaling: Scaling,
-    room: Callable[[], Awaitable[int]],
-    per_runner: int,
-) -> None:
-    while True:
-        load = Load(dealer.open_groups, per_runner, dealer.engine_waits)
-        await fleet.tick(scaling.wanted(load, await room()))
-        await asyncio.sleep(_TICK_SECONDS)
-
-
 @contextlib.asynccontextmanager
 async def ray_makers(
     settings: MixSettings, weights: Sequence[float] = (1.0,)
@@ -282,5 +270,5 @@ async def ray_makers(
     check_engine(settings)
     async with connected(settings.ray) as cluster:
         await cluster.check_place()
-        most = settings.ray.runners or settings.ray.max or await cluster.most_runners()
-        yield RayMakers(settings, cluster, weights, divided(most, weights))
+        runners = divided(await cluster.most_wanted(), weights)
+        yield RayMakers(settings, cluster, weights, runners)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from envserver_records.errors import ConfigError
 
-from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, Scaling, connected
+from ..ray_cluster.cluster import Cluster, CommandSpec, Fleet, Load, connected
 from ..runners.link import Identity, held_identity
-from ..runners.runner import RegisteredRunner
 from ..settings.config import MixSettings
 from ..settings.server import DeliveryConfig
 from .api_serving import ApiServer, api_server
@@ -41,7 +40,6 @@ _CANCEL_SECONDS = 3.0
 class _Part:
     member: Member[MixSettings]
     most: int
-    scaling: Scaling
     identities: dict[int, Identity] = field(default_factory=dict)
 
 
@@ -65,8 +63,7 @@ class RayServing(ServingBase):
 
     @property
     def open_groups(self) -> int:
-        table = self._delivery.runners.table
-        return sum(now.open for _, now in table.present())
+        return sum(one.open for one in self._delivery.runners.table.present())
 
     def drain(self) -> None:
         self._draining = True
@@ -97,16 +94,18 @@ class RayServing(ServingBase):
         room = await self._cluster.most_runners()
         rooms = divided(room, [part.member.share.weight for part in self._parts])
         for part, fleet, own_room in zip(self._parts, self._fleets, rooms, strict=True):
-            wanted = 0 if self._draining else part.scaling.wanted(self._load(part), own_room)
-            await fleet.tick(wanted)
+            if self._draining:
+                await fleet.tick(0)
+            else:
+                await fleet.scale(self._load(part), own_room)
         return all(fleet.is_empty for fleet in self._fleets)
 
     def _load(self, part: _Part) -> Load:
         member = part.member
         present = [
-            now.beat
-            for one, now in self._delivery.runners.table.present()
-            if one.env == member.environment.name and now.beat.capacity
+            one.beat
+            for one in self._delivery.runners.table.present()
+            if one.env == member.environment.name and one.capacity
         ]
         capacity = sum(beat.capacity for beat in present) / len(present) if present else 0
         return Load(
@@ -120,7 +119,7 @@ class RayServing(ServingBase):
         return Fleet(
             cluster,
             part.member.share.name,
-            wants=self._settings.ray.wants(),
+            config_of_part(part.member.spec.settings.ray, part.most),
             make=lambda number: self._command(part, number),
             drain=lambda number: self._drain(part, number),
         )
@@ -155,25 +154,21 @@ class RayServing(ServingBase):
         )
 
     def _drain(self, part: _Part, number: int) -> None:
-        one = self._registered(part, number)
-        if one is not None and not one.gone:
-            self._delivery.runners.drain(one.id)
-
-    def _registered(self, part: _Part, number: int) -> RegisteredRunner | None:
         identity = part.identities.get(number)
-        return None if identity is None else self._delivery.runners.table.named(identity.name)
+        one = None if identity is None else self._delivery.runners.table.named(identity.name)
+        if one is not None and not one.registered.gone:
+            self._delivery.runners.drain(one.id)
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:
     """A runner makes at least one group."""
-    config, steps = member.spec.settings.ray, member.environment.config.total_steps
-    if steps is not None and config.runners is None:
+    steps = member.environment.config.total_steps
+    if steps is not None and member.spec.settings.ray.runners is None:
         raise ConfigError(
             "env.total_steps is divided among the runners, whose number changes.",
             hint="Set --ray.runners, too.",
         )
-    most = min(most, steps or most)
-    return _Part(member, most, Scaling(config_of_part(config, most)))
+    return _Part(member, min(most, steps or most))
 
 
 def _part_of(total: int, number: int, of: int) -> int:
@@ -203,9 +198,7 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
     async with connected(settings.ray) as cluster, api_server(_api_settings(settings)) as server:
         await cluster.check_place()
         url = await url_for_nodes(cluster, settings.ray, server.url, settings.server.host)
-        config = settings.ray
-        most = config.runners or config.max or await cluster.most_runners()
-        shares = divided(most, [one.share.weight for one in members])
+        shares = divided(await cluster.most_wanted(), [one.share.weight for one in members])
         parts = [_part(one, share) for one, share in zip(members, shares, strict=True)]
         with contextlib.ExitStack() as held:
             yield RayServing(server, cluster, parts, url, held)

@@ -16,7 +16,7 @@ from ..http.access import AccessTokens, Sessions, Token, is_own_page, may_read
 from ..http.answers import json_answer, route
 from ..http.middleware import Forbidden, Strangers, Unauthorized
 from ..http.requests import read_body
-from ..runners.registry import RunnerRegistry, count_runners
+from ..runners.registry import RunnerRegistry
 from ..settings.section import Described
 from ..settings.server import ServerConfig
 from ..store import Store
@@ -163,7 +163,7 @@ def native_routes(
     add_task_routes(router, store)
     add_estimate_routes(router, store)
     add_policy_routes(router, policy)
-    add_status_routes(router, store, atropos, policy, lambda: count_runners(runners), status)
+    add_status_routes(router, store, atropos, policy, runners.table.count, status)
     add_session_routes(router, logins)
     add_source_routes(router, present, makes_rollouts=orders is not None, evaluated=evaluated)
     if evaluations is not None:

@@ -7,16 +7,16 @@ import pytest
 from support.clocks import Clock
 
 from envserver.ray_cluster import cluster as fleets
-from envserver.ray_cluster.cluster import CommandSpec, Fleet, Load, RunnerFailed, Scaling
+from envserver.ray_cluster.cluster import Actor, CommandSpec, Fleet, Load, RunnerFailed, Scaling
 from envserver.running.ray_runners import divided
 from envserver.settings.runs import RayConfig
 
 
-class StandIn:
+class StandIn(Actor):
     def __init__(self, spec: CommandSpec) -> None:
+        super().__init__(None)
         self.number = int(spec.argv[0])
-        self.state: dict[str, Any] = {"host": "node", "status": None}
-        self.lost = False
+        self.state = {"host": "node", "status": None}
 
 
 class Cluster:
@@ -42,7 +42,7 @@ def fleet(cluster: Any) -> tuple[Fleet, list[int]]:
     made = Fleet(
         cluster,
         "math",
-        wants="CPU 1",
+        RayConfig(),
         make=lambda number: CommandSpec((str(number),), "{}"),
         drain=drained.append,
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ from envserver.runners.messages import (
 )
 from envserver.runners.news import LocalEnvironmentSink, fair_shares
 from envserver.runners.registry import RunnerRegistry
-from envserver.runners.runner import LONGEST_SECONDS
-from envserver.runners.validation import Stream, check_group, decoded, read_batch
+from envserver.runners.runner import LONGEST_SECONDS, Stream
+from envserver.runners.validation import decoded, read_groups
 from envserver.store import Store, open_store
 from envserver.store.demand import Demand
 
@@ -162,7 +163,7 @@ async def test_work_is_shared_and_what_nobody_wants_is_cancelled() -> None:
         task.cancel()
 
 
-STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+STREAM = Stream(env="math", split="train", seed=0)
 MANY = 1 << 20
 
 
@@ -193,18 +194,18 @@ def test_frames_are_what_they_say_or_are_refused() -> None:
     unchecked, unsized = zstd.compress(plain), zstd.ZstdCompressor()
     streamed = unsized.compress(plain) + unsized.flush()
     wrong = [frame[:-1], frame[:5], frame + frame, streamed, frame[:60] + b"\0\0\0" + frame[63:]]
-    kept, again, *refused = read_batch(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
+    kept, again, *refused = read_groups(encode_batch([frame, unchecked, *wrong]), STREAM, MANY)
     assert not isinstance(kept, InputError) and kept.stored == frame
     assert not isinstance(again, InputError) and again.stored == frame, "with a checksum"
     assert all(isinstance(one, InputError) for one in refused)
     bomb = zstd.compress(bytes(MANY), level=1)
     with pytest.raises(TooLargeError):
-        read_batch(encode_batch([bomb, bomb]), STREAM, MANY + 1)
+        read_groups(encode_batch([bomb, bomb]), STREAM, MANY + 1)
 
 
 @settings(max_examples=examples(60))
 @given(st.integers(0, 2**32))
-def test_no_spoiled_bytes_come_through_a_look_at_all_or_at_each(seed: int) -> None:
+def test_no_spoiled_bytes_come_through_together_or_alone(seed: int) -> None:
     """Both say the same; what is let through can be trained on."""
     rng = random.Random(seed)
     bodies = []
@@ -216,16 +217,14 @@ def test_no_spoiled_bytes_come_through_a_look_at_all_or_at_each(seed: int) -> No
         if rng.random() < 0.1:
             del body[rng.randrange(len(body)) :]
         bodies.append(bytes(body))
-    for body, read in zip(bodies, read_batch(encode_batch(bodies), STREAM, MANY), strict=True):
-        try:
-            group = decoded(body)
-            check_group(group, STREAM)
-        except InputError as error:
-            assert str(error.detail["place"]).startswith("$")
-            assert isinstance(read, InputError), "only the careful look refuses it"
-            assert read.detail == error.detail
+    together = read_groups(encode_batch(bodies), STREAM, MANY)
+    for body, read in zip(bodies, together, strict=True):
+        (alone,) = read_groups(body, STREAM, MANY, is_list=False)
+        if isinstance(read, InputError):
+            assert str(read.detail["place"]).startswith("$")
+            assert isinstance(alone, InputError) and alone.detail == read.detail
             continue
-        assert not isinstance(read, InputError), read
+        group = decoded(body)
         assert (read.put.group_id, read.put.body) == (group.group_id, body)
         for trajectory in group.trajectories:
             assert trajectory.score.reward is not None
@@ -275,38 +274,41 @@ def registry_of(store: Store) -> RunnerRegistry:
     return RunnerRegistry(store, Demand(store, Bounds(most_groups=1024, most_batches=3)))
 
 
+@asynccontextmanager
+async def started(folder: Path) -> AsyncIterator[tuple[Store, RunnerRegistry]]:
+    async with open_store(folder / "store.db") as store:
+        registry = registry_of(store)
+        await registry.load()
+        yield store, registry
+
+
 def wanted(number: int) -> Registration:
     return Registration(**registration(f"math@{number}"))
 
 
 async def test_registrations_at_once_have_each_its_stream(tmp_path: Path) -> None:
-    async with open_store(tmp_path / "store.db") as store:
-        registry = registry_of(store)
+    async with started(tmp_path) as (_, registry):
         welcomes = await asyncio.gather(*[registry.register(wanted(n)) for n in range(100)])
         assert {one.seed for one in welcomes} == set(range(100)), "each has its own stream"
         again = await asyncio.gather(*[registry.register(wanted(7)) for _ in range(3)])
         assert {one.id for one in again} == {welcomes[7].id}
-    async with open_store(tmp_path / "store.db") as store:
-        registry = registry_of(store)
-        await registry.load()
+    async with started(tmp_path) as (_, registry):
         for one in welcomes[:7] + welcomes[8:]:
-            assert registry.authenticate(one.id, one.key).seed == one.seed
+            assert registry.authenticate(one.id, one.key).registered.seed == one.seed
 
 
 async def test_the_registrations_of_an_older_store_are_taken_over(tmp_path: Path) -> None:
-    async with open_store(tmp_path / "store.db") as store:
-        registry = registry_of(store)
-        one, two = [await registry.register(wanted(n)) for n in range(2)]
+    async with started(tmp_path) as (store, registry):
+        welcomes = [await registry.register(wanted(n)) for n in range(2)]
         rows = await store.values_with_prefix("environment:")
         old = [{key: row[key] for key in row if key != "understands"} for row in rows.values()]
         await store.set_values(dict.fromkeys(rows) | {"environments": old})
     for _ in range(2):
-        async with open_store(tmp_path / "store.db") as store:
-            registry = registry_of(store)
-            await registry.load()
+        async with started(tmp_path) as (store, registry):
             assert await store.get_value("environments") is None
-            for welcome in (one, two):
-                assert registry.authenticate(welcome.id, welcome.key).seed == welcome.seed
+            for welcome in welcomes:
+                known = registry.authenticate(welcome.id, welcome.key)
+                assert known.registered.seed == welcome.seed
 
 
 async def test_those_that_left_make_room_for_others(

@@ -2,8 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from envserver_records.records import Group, ServiceCall, pack, sealed, unpack
 from envserver_records.sampling import SamplingSpan
 from envserver_records.tasks import Score
 from envserver_records.timings import EgressRequest, HookEvent
+from envserver_records.waiting import cancel_and_wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -38,14 +39,26 @@ from support.waiting import settled, until
 from envserver.http.access import create_token
 from envserver.proxy.gate import Aborted
 from envserver.runners.link import Link, RunnerGate, held_identity, missing_requests
-from envserver.runners.messages import Heartbeat, Registration
-from envserver.runners.validation import Stream, check_group, decoded
+from envserver.runners.messages import Heartbeat, Registration, Welcome
+from envserver.runners.runner import Stream
+from envserver.runners.validation import check_groups, decoded
 
-STREAM = Stream(env="math", split="train", seed=0, prefix="math-train-0-")
+STREAM = Stream(env="math", split="train", seed=0)
 
 
 def linked(url: str, **more: Any) -> Link:
     return Link(url, Registration(**registration()), **{"gate": RunnerGate(), **more})
+
+
+@asynccontextmanager
+async def living(link: Link) -> AsyncIterator[tuple[Welcome, asyncio.Task[None]]]:
+    """An open session that asks for news."""
+    async with link.open() as welcome:
+        task = asyncio.create_task(link.live())
+        try:
+            yield welcome, task
+        finally:
+            await cancel_and_wait(task)
 
 
 async def environments(api: Api) -> list[dict[str, Any]]:
@@ -193,7 +206,7 @@ def test_what_was_asked_changed_and_fetched_comes_with_a_group() -> None:
     trajectory.usage.judge = JudgeUsage(calls=1)
     trajectory.usage.cost = Cost(currency="USD", models={"": 0.5})
     read = decoded(pack(sealed(group)))
-    check_group(read, STREAM)
+    check_groups([read], STREAM)
     assert read.trajectories[0].hooks == trajectory.hooks
 
 
@@ -282,22 +295,19 @@ async def test_a_link_registers_again_with_a_server_that_has_forgotten_it(
     # A server that ends waits for the heartbeat that it is holding.
     monkeypatch.setattr("envserver.runners.link._POLL_SECONDS", 0.5)
     server = {"port": free_port()}
+    session = AsyncExitStack()
     async with running_api(tmp_path / "store.db", server=server) as api:
         link = linked(api.url)
         link.facts = lambda: Heartbeat(capacity=9)
-        opened = link.open()
-        await opened.__aenter__()
-        living = asyncio.create_task(link.live())
-        await link.wait_for_capacity(lambda: 0)
+        await session.enter_async_context(living(link))
+        await link.wait_for_capacity()
     posting = asyncio.create_task(link.post(pack(stream_group(0))))
     await asyncio.sleep(0.3)
     assert not posting.done()
     async with running_api(tmp_path / "new.db", server=server) as api:
         await posting
         assert (await api.get("/v1/status"))["groups"]["queued"] == 1
-        living.cancel()
-        await asyncio.gather(living, return_exceptions=True)
-        await opened.__aexit__(None, None, None)
+        await session.aclose()
         assert [shown["gone"] for shown in await environments(api)] == [True]
 
 
@@ -320,8 +330,8 @@ async def test_no_call_spans_an_update_of_a_shared_engine(api: Api, in_flight: s
             await asyncio.sleep(0)
 
     link = linked(api.url, gate=gate, publish=publish)
-    async with link.open():
-        work = [asyncio.create_task(one) for one in (link.live(), *(calls() for _ in range(4)))]
+    async with living(link):
+        work = [asyncio.create_task(calls()) for _ in range(4)]
         await until(lambda: sampled)
         for version in range(4):
             paused = await api.post("/v1/policy/pause", {"in_flight": in_flight})
@@ -329,9 +339,7 @@ async def test_no_call_spans_an_update_of_a_shared_engine(api: Api, in_flight: s
             weights = version
             await api.post("/v1/policy/resume", {"version": version})
             await until(lambda: sampled[-1][0] == version)  # noqa: B023
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        await cancel_and_wait(*work)
     assert {told for told, _, _ in sampled} == set(range(-1, 4))
     assert all(told == before == after for told, before, after in sampled)
 
@@ -380,10 +388,9 @@ async def test_a_session_goes_on_at_another_server_and_late_copies_do_not_end_it
         first.shut("loses answers")
         link = linked(f"{first.url},{second.url}")
         link.publish, link.facts = versions.append, lambda: Heartbeat(capacity=9)
-        async with link.open() as welcome:
+        async with living(link) as (welcome, task):
             asked = [line.split()[1].partition("?")[0] for line in first.came + second.came]
             assert asked == ["/v1/environments"] * 2
-            living = asyncio.create_task(link.live())
             for index, (here, other) in enumerate(((second, first), (first, second))):
                 here.shut("loses answers")
                 here.losing = b"/groups"
@@ -395,9 +402,7 @@ async def test_a_session_goes_on_at_another_server_and_late_copies_do_not_end_it
             await first.come_late()
             await second.come_late()
             await link.post(pack(stream_group(2, welcome.seed)))
-            assert not living.done()
-            living.cancel()
-            await asyncio.gather(living, return_exceptions=True)
+            assert not task.done()
         assert (await api.store.counts())["queued"] == 3
         assert [shown["gone"] for shown in await environments(api)] == [True]
 
