@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from envserver_environments.code.values import BadValue, read_json, read_value
 from msgspec import structs
 
@@ -50,9 +51,8 @@ _FAILED_TESTS = 1
 _OURS = frozenset({"lost", "cancelled"})
 
 
-@dataclass(frozen=True)
-class HiddenTests:
-    """The tests that measure a patch.
+class HiddenTests(msgspec.Struct, frozen=True, rename={"files": "tests", "gold": "patch"}):
+    """The tests that measure a patch, as a task's hidden part has them.
 
     Args:
         files: test files that are put into the repository, by path.
@@ -69,7 +69,7 @@ class HiddenTests:
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     gold: str
-    hoisted: bool
+    hoisted: bool = False
     plain: bool = False
     compared: frozenset[int] | None = None
     plugins: tuple[str, ...] = ()

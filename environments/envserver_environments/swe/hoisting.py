@@ -11,13 +11,12 @@ is compared in the sandbox with the answer among decoys, each several times, in 
 from __future__ import annotations
 
 import ast
-import operator
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .judging import DECOYS, decoys, mixed
+from .judging import DECOYS, OPERATIONS, decoys, mixed
 
 
 class NotHoistable(ValueError):
@@ -134,11 +133,11 @@ def _answer(test: ast.expr) -> tuple[ast.expr, Answer]:
 
 
 _CHECKS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
-    ">=": operator.ge, "is": same, "is not": lambda value, literal: not same(value, literal),
+    **OPERATIONS,
+    "is": same,
+    "is not": lambda value, literal: not same(value, literal),
     "in": lambda value, literal: value in literal,
-    "contains": lambda value, literal: literal in value,
-}  # fmt: skip
+}
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _below = secrets.randbelow
 _STRANGERS = ("no such text", ("no", "such", "row"), b"no such bytes")
