@@ -25,7 +25,7 @@ from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
-from .hoisting import Answer
+from .expected import Answer
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD, ImageRules
 from .trees import Entry, Tree, tar_of

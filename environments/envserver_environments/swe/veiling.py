@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .hoisting import OPERATORS, Answer, same
+from .expected import OPERATORS, Answer, same
 
 _MAX_LITERAL = 10_000
 """Characters of an answer; a longer one stays in the test."""

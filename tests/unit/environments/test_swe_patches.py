@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from envserver_environments.swe.hoisting import Answer
+from envserver_environments.swe.expected import Answer
 from envserver_environments.swe.judging import classes_now, comparisons, equality
 from envserver_environments.swe.known import result_of
 from envserver_environments.swe.patches import (
@@ -196,6 +196,7 @@ def test_what_is_asserted_by_itself_must_be_true_or_false() -> None:
         ("in", (1, 2), 2, [3, True]),
         ("!=", 1, 1.0, [1]),
         ("is not", True, 1, [True]),
+        ("contains", 3, [1, 3], [[1], 3]),
     ],
 )
 def test_answers_are_of_exact_types(
