@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,16 @@ from envserver import KnownResult, Message, Result
 def prompt_beside(module: str, name: str) -> str:
     """The text of `NAME.txt` beside the file of a module."""
     return (Path(module).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
+
+
+_SECTION = re.compile(r"^=== (.+)\n", re.MULTILINE)
+
+
+def sections(text: str) -> dict[str, str]:
+    """The parts of a text by their titles: each follows a line `=== TITLE`."""
+    _, *parts = _SECTION.split(text)
+    bodies = (f"{body.strip(chr(10))}\n" for body in parts[1::2])
+    return dict(zip(parts[::2], bodies, strict=True))
 
 
 def text_message(text: str) -> Message:

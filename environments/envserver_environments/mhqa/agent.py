@@ -10,7 +10,8 @@ memory     the same steps without any search, for a question without passages
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from envserver_tools.calling import ToolError, visible_text
@@ -52,30 +53,19 @@ class AgentOptions:
 async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
     shelf = _shelf(task, run, rules)
     question = task.public["question"]
-    match rules.mode:
-        case "tools":
-            said = await _with_tools(question, run, rules, shelf)
-        case "text":
-            said = await _with_texts(question, run, rules, shelf)
-        case "tags":
-            said = await _with_tags(question, run, rules, shelf)
-        case "scripted" | "memory":
-            said = await _by_script(question, run, rules, shelf)
+    said = await _WAYS[rules.mode](question, run, rules, shelf)
     run.log_action("finalize", {"question": question}, said.final)
     finish = shelf.finished or {}
-    return {
-        "answer": said.answer,
-        "text": said.text,
-        "facts": shelf.facts(finish.get("supporting_facts")),
-        "passages": shelf.keys(finish.get("supporting_facts")),
-        "evidence": finish.get("evidence") or [],
-    }
+    named = finish.get("supporting_facts")
+    facts, passages = shelf.facts(named), shelf.keys(named)
+    evidence = finish.get("evidence") or []
+    return asdict(replace(said, facts=facts, passages=passages, evidence=evidence))
 
 
 def harness_task(task: PublicTask, run: Rollout, rules: AgentOptions) -> HarnessTask:
 
     async def answered(workspace: Sandbox, words: str) -> dict[str, Any]:
-        return {"answer": None, "text": words, "facts": [], "passages": [], "evidence": []}
+        return asdict(ModelAnswer(text=words))
 
     instruction = harness_prompt(task.public["question"], rules.unanswerable)
     tools = _shelf(task, run, rules).look
@@ -175,6 +165,15 @@ async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
     last = await _ask(run, messages, answer_wanted(question))
     cut_off = last.finish_reason == "length"
     return ModelAnswer(None if cut_off else final_answer(last.content), last.content)
+
+
+_WAYS: dict[Way, Callable[[str, Rollout, AgentOptions, Shelf], Awaitable[ModelAnswer]]] = {
+    "tools": _with_tools,
+    "text": _with_texts,
+    "tags": _with_tags,
+    "scripted": _by_script,
+    "memory": _by_script,
+}
 
 
 async def _ask(run: Rollout, messages: list[Message], ask: str | None = None) -> Reply:

@@ -13,6 +13,7 @@ question's own ones). `hidden` holds what only scoring needs:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import random
@@ -175,13 +176,7 @@ class Mhqa(DataEnvironment):
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         words = last_answer(messages) if messages else parse_answer(response)
-        output = {
-            "answer": words.answer,
-            "text": response,
-            "facts": words.facts,
-            "passages": words.passages,
-            "evidence": words.evidence,
-        }
+        output = {**dataclasses.asdict(words), "text": response}
         return Result(output=output, messages=messages)
 
     def task_from_question(self, asked: Question) -> Task:

@@ -18,7 +18,7 @@ from envserver import KnownResult, Message, Task
 from .agent import MAX_HOPS, Mode, numbered_list, substituted
 from .data_sets import MAX_ANSWER_CHARACTERS
 from .metrics import answer_measure, normalize_answer
-from .scoring import F1_SHARE, why_refused
+from .scoring import F1_SHARE, supporting_facts, why_refused
 
 OTHER = "Qwxzl"
 """A word that no gold has."""
@@ -108,11 +108,7 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _resting_on(task: Task) -> dict[str, Any]:
-    passages = task.public["passages"]
-    facts = [
-        [passages[name]["title"] if isinstance(name, int) else name, number]
-        for name, number in task.hidden["supporting"]
-    ]
+    facts = supporting_facts(task)
     evidence = [ways[0] for ways in task.hidden["evidences"]]
     return {"facts": facts, "passages": task.hidden["support"], "evidence": evidence}
 
@@ -136,7 +132,7 @@ def queries(task: Task) -> list[str]:
     answers = [answer for _, answer in steps]
     if steps:
         return [substituted(question, answers) for question, _ in steps]
-    titles = (_title(task, name) for name, _ in task.hidden["supporting"])
+    titles = (title for title, _ in supporting_facts(task))
     return [str(task.public["question"]), *dict.fromkeys(titles)]
 
 
@@ -147,7 +143,7 @@ def _with_tools(task: Task) -> list[Message]:
         call_message("search", _thought(task, number, plan), query=query[:300])
         for number, query in enumerate(asked, start=1)
     ]
-    facts = [[_title(task, name), number] for name, number in task.hidden["supporting"]]
+    facts = supporting_facts(task)
     answer = str(task.hidden["golds"][0])
     rest: dict[str, Any] = {"supporting_facts": facts} if facts else {}
     if task.hidden["evidences"]:
@@ -191,8 +187,3 @@ def _thought(task: Task, number: int, plan: str) -> str:
         return f"I must find:\n{plan}"
     steps = task.hidden["decomposition"]
     return f"It is {steps[number - 2][1]}." if steps else "One more fact is missing."
-
-
-def _title(task: Task, name: str | int) -> str:
-    passages = task.public["passages"]
-    return str(passages[name]["title"]) if isinstance(name, int) else name

@@ -154,7 +154,7 @@ class ModelAnswer:
 
     answer: str | None = None  # the argument of `finish`, or what was submitted otherwise
     text: str = ""  # the last text, which is searched if there is no answer
-    facts: list[tuple[str, int]] = field(default_factory=list)  # title and sentence number
+    facts: list[Any] = field(default_factory=list)  # title and sentence number
     passages: list[str] = field(default_factory=list)  # keys
     evidence: list[tuple[str, ...]] = field(default_factory=list)  # triples
 
@@ -249,18 +249,13 @@ def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
 def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
     """Without `finish`'s arguments, a JSON object with `answer` may also hold facts and
     evidence."""
-    if finish is None:
+    if finish is not None:
+        answer, beside, facts = str(finish["answer"]), finish, finish.get("supporting_facts")
+    else:
         named = [one for one in nested_objects(visible_text(text) or "") if "answer" in one]
-        beside = named[-1] if named else {}
-        facts = _facts(_numbered(beside.get("supporting_facts")))
-        return ModelAnswer(None, text, facts, [], _triples(beside.get("evidence")))
-    return ModelAnswer(
-        str(finish["answer"]),
-        text,
-        _facts(finish.get("supporting_facts")),
-        [],
-        _triples(finish.get("evidence")),
-    )
+        answer, beside = None, named[-1] if named else {}
+        facts = _numbered(beside.get("supporting_facts"))
+    return ModelAnswer(answer, text, _facts(facts), [], _triples(beside.get("evidence")))
 
 
 def _support(
@@ -270,27 +265,28 @@ def _support(
     hidden = task.hidden
     if hidden["support"]:
         keys = given.passages or _keys_of_titles(task, given.facts)
-        support = support_measure(keys, hidden["support"])
-        metrics |= {"support_em": support.em, "support_f1": support.f1}
-        return support
-    if not hidden["supporting"]:
+        measured = {"support": support_measure(keys, hidden["support"])}
+    elif hidden["supporting"]:
+        is_wiki2 = task.public["data_set"] == "2wiki"
+        measure = wiki2_fact_measure if is_wiki2 else fact_measure
+        measured = {"support": measure(given.facts, supporting_facts(task))}
+        if hidden["evidences"]:
+            measured["evidence"] = evidence_measure(given.evidence, hidden["evidences"])
+        measured["joint"] = joint_measure(answer, *measured.values())
+    else:
         return None
+    for name, part in measured.items():
+        metrics |= {f"{name}_em": part.em, f"{name}_f1": part.f1}
+    return measured["support"]
+
+
+def supporting_facts(task: Task) -> list[tuple[str, int]]:
+    """The titles and sentence numbers of a task's supporting facts."""
     passages = task.public["passages"]
-    gold = [
+    return [
         (passages[name]["title"] if isinstance(name, int) else name, number)
-        for name, number in hidden["supporting"]
+        for name, number in task.hidden["supporting"]
     ]
-    wiki2 = task.public["data_set"] == "2wiki"
-    support = (wiki2_fact_measure if wiki2 else fact_measure)(given.facts, gold)
-    parts = [answer, support]
-    if hidden["evidences"]:
-        evidence = evidence_measure(given.evidence, hidden["evidences"])
-        metrics |= {"evidence_em": evidence.em, "evidence_f1": evidence.f1}
-        parts.append(evidence)
-    joint = joint_measure(*parts)
-    metrics |= {"support_em": support.em, "support_f1": support.f1}
-    metrics |= {"joint_em": joint.em, "joint_f1": joint.f1}
-    return support
 
 
 def _keys_of_titles(task: Task, facts: list[tuple[str, int]]) -> list[str]:

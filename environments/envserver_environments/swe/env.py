@@ -49,7 +49,7 @@ from envserver import (
 )
 
 from .agent import CONFIRM, AgentKind, AgentOptions, patch_in, solve
-from .grading import Container, Verdict, grade
+from .grading import Container, HiddenTests, Verdict, grade
 from .known import demonstrate, known_results, result_of
 from .loading import HUBS, folder_rows, named, read_row, task_folders
 from .prompts import task_prompt
@@ -65,7 +65,7 @@ from .repositories import (
     limits_of,
     workspace,
 )
-from .sample import hidden_tests, sample_tasks, write_folder
+from .sample import sample_tasks, write_folder
 
 DataSetName = Literal[
     "sample", "swe_bench", "swe_bench_lite", "swe_bench_verified", "swe_gym", "swe_smith", "r2e"
@@ -230,7 +230,7 @@ class Swe(DataEnvironment):
     async def _grade(self, task: Task, patch: str) -> Verdict:
         seconds = task.hidden.get("seconds", self.config.test_seconds)
         limits = limits_of(min(seconds, self.config.test_seconds))
-        tests = hidden_tests(task.hidden)
+        tests = msgspec.convert(task.hidden, HiddenTests)
         image = task.public.get("image", "")
         if not image:
             return await grade(base_tree(task.public), patch, tests, self.sandboxes, limits)

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from envserver_environments.code.values import BadValue, read_json, read_value
 from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
-from .hoisting import Answer, VeiledAnswer, hoist
+from .expected import Answer
 from .patches import PatchError, apply_changes, read_patch, split_protected
 from .repositories import GRADING_PRELOAD, ImageRules
 from .trees import Entry, Tree, tar_of
@@ -50,14 +51,13 @@ _FAILED_TESTS = 1
 _OURS = frozenset({"lost", "cancelled"})
 
 
-@dataclass(frozen=True)
-class HiddenTests:
-    """The tests that measure a patch.
+class HiddenTests(msgspec.Struct, frozen=True, rename={"files": "tests", "gold": "patch"}):
+    """The tests that measure a patch, as a task's hidden part has them.
 
     Args:
         files: test files that are put into the repository, by path.
         fail_to_pass, pass_to_pass: ids of pytest, such as `tests/test_a.py::test_b`.
-        hoisted: all answers are literals and are taken out; else the repository's own conftest
+        hoisted: all answers are literals, and types count; else the repository's own conftest
             files are loaded, too.
         plain: the tests are run as they are, from files; else what answers can be are taken out.
         compared: numbers of the assertions in which objects of other than built-in types may
@@ -69,7 +69,7 @@ class HiddenTests:
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     gold: str
-    hoisted: bool
+    hoisted: bool = False
     plain: bool = False
     compared: frozenset[int] | None = None
     plugins: tuple[str, ...] = ()
@@ -196,8 +196,9 @@ class _Run:
         self._key = secrets.token_bytes(32)
         self._seen = f"seen_{secrets.token_hex(8)}"
         self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
-        self._answers: dict[str, tuple[Answer, ...]] = {}
-        self._veiled = _Veiled(tests.compared)
+        # Of tests whose answers are all literals, nothing is compared in the sandbox.
+        asked = frozenset[int]() if tests.hoisted else tests.compared
+        self._veiled = _Veiled(asked, exact=tests.hoisted)
         size = sum(map(len, tests.files.values()))
         self.plain = tests.plain or size > _MOST_TEXT
         self._sources = {} if self.plain else self._without_answers()
@@ -214,12 +215,6 @@ class _Run:
     def _without_answers(self) -> dict[str, str]:
         """The Python files of the tests, by path; their answers are kept here."""
         sources = {path: text for path, text in self._tests.files.items() if path.endswith(".py")}
-        if self._tests.hoisted:
-            for path, source in sources.items():
-                hoisted = hoist(source, self._seen)
-                sources[path] = hoisted.source
-                self._answers |= {f"{path}::{k}": v for k, v in hoisted.answers.items()}
-            return sources
         for path in dict.fromkeys(name.partition("::")[0] for name in self._tests.ids):
             entry = self._tree.get(path)
             if path not in sources and entry is not None:
@@ -266,7 +261,8 @@ class _Run:
             {
                 "key": self._key.hex(),
                 "seen": self._seen,
-                "veiled": not (self._tests.hoisted or self.plain),
+                "veiled": not self.plain,
+                "exact": self._tests.hoisted,
                 "judging": JUDGING,
                 "sources": self._sources,
                 "answers": {n: self._encrypted(n, question) for n, question in questions},
@@ -316,7 +312,7 @@ class _Run:
                 ended, self.replaced = True, frozenset(values.split())
             name = names.get(number)
             if name is not None:
-                good = status == "passed" and self._accepts(name, values)
+                good = status == "passed" and (self.plain or self._veiled.accepts(name, values))
                 (passed if good else failed).add(shown.get(name, name))
         cut_off = bool(result.killed_by) or result.truncated  # a limit is not tampering
         for name, must_pass in self._sentinels.items():
@@ -334,35 +330,24 @@ class _Run:
         place, number, status, values = body.split(b" ", 3)
         return int(place), int(number), status.decode(), values.decode("utf-8", "replace")
 
-    def _accepts(self, name: str, values: str) -> bool:
-        if not (self._tests.hoisted or self.plain):
-            return self._veiled.accepts(name, values)
-        answers = self._answers.get(name)
-        if answers is None:
-            return True
-        reported = [_value(shape) for shape in _shapes(values)]
-        return len(reported) == len(answers) and all(
-            answer.accepts(value) for answer, value in zip(answers, reported, strict=True)
-        )
-
 
 class _Veiled:
     """The answers of ordinary tests: see `veiling`. Those not in `asked` (see
     `HiddenTests.compared`) are not in the sandbox at all."""
 
-    def __init__(self, asked: frozenset[int] | None) -> None:
+    def __init__(self, asked: frozenset[int] | None, *, exact: bool) -> None:
         self.compared: set[int] = set()
-        self._asked = asked
+        self._asked, self._exact = asked, exact
         self.renamed: dict[str, str] = {}
         self.questions: dict[int, str] = {}
-        self._answers: dict[int, VeiledAnswer | None] = {}
+        self._answers: dict[int, Answer | None] = {}
         self._candidates: dict[int, list[Any]] = {}
         self._certain: dict[str, frozenset[int]] = {}
         self._size = 0
 
     def add(self, path: str, source: str, seen: str, ids: list[str]) -> str:
         inner = [name.partition("::")[2] for name in ids if name.startswith(f"{path}::")]
-        tests = veil(source, seen, inner, len(self._answers))
+        tests = veil(source, seen, inner, len(self._answers), exact=self._exact)
         self._answers |= tests.answers
         for number, answer in tests.answers.items():
             is_asked = answer is not None and (self._asked is None or number in self._asked)

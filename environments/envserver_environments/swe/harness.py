@@ -66,15 +66,8 @@ def main() -> None:
     exec(compile(request["judging"], "judging", "exec", dont_inherit=True), judging)
     dumps, shape, unwritable = json.dumps, judging["shape"], judging["Unwritable"]
 
-    def seen(value: object) -> None:
-        try:
-            text = dumps(shape(value, True))
-        except unwritable:
-            text = '["?"]'
-        state["values"].append(text)
-
-    # Of ordinary tests. An answer is decrypted when its value is known, and only if it is needed.
-    answers = request["answers"]
+    # An answer is decrypted when its value is known, and only if it is needed.
+    answers, exact = request["answers"], request["exact"]
     spaces: list[Any] = []
     equality: Any = None
     from_bytes, urandom = int.from_bytes, os.urandom
@@ -113,7 +106,7 @@ def main() -> None:
             keep(number, "equal" if all(map(plain, values)) else "objects", dumps(equal))
             return equal
         try:
-            text = dumps(shape(values[0], False))
+            text = dumps(shape(values[0], exact))
         except unwritable:
             text = None
         if text is not None and len(text) + state["size"] < judging["MAX_REPORT"]:
@@ -258,7 +251,7 @@ def main() -> None:
     report(-1, b"ready", b"[]")
     os.dup2(nowhere, 2)
     os.close(nowhere)
-    setattr(builtins, request["seen"], veiled if request["veiled"] else seen)
+    setattr(builtins, request["seen"], veiled)
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.path[:] = [entry for entry in sys.path if entry not in ("", root)]
     # Before the repository can change them; the first changes `typing` when it is imported.

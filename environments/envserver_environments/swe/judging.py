@@ -189,22 +189,23 @@ def comparisons(operator: str, value: "Any", others: "list[Any]") -> "list[bool]
     return [_compared(operator, value, other) for other in others]
 
 
+OPERATIONS: "dict[str, Callable[[Any, Any], Any]]" = {
+    "==": lambda value, other: value == other,
+    "in": lambda value, other: value == other,
+    "contains": lambda value, other: other in value,
+    "!=": lambda value, other: value != other,
+    "is": lambda value, other: value is other,
+    "is not": lambda value, other: value is not other,
+    "<": lambda value, other: value < other,
+    "<=": lambda value, other: value <= other,
+    ">": lambda value, other: value > other,
+    ">=": lambda value, other: value >= other,
+}
+"""How a value is compared with another; `in` names each item of the answer by itself."""
+
+
 def _compared(operator: str, value: "Any", other: "Any") -> bool:
     try:
-        if operator in ("==", "in"):
-            return bool(value == other)
-        if operator == "contains":
-            return other in value
-        if operator == "!=":
-            return bool(value != other)
-        if operator in ("is", "is not"):
-            return (value is other) == (operator == "is")
-        if operator == "<":
-            return bool(value < other)
-        if operator == "<=":
-            return bool(value <= other)
-        if operator == ">":
-            return bool(value > other)
-        return operator == ">=" and bool(value >= other)
+        return bool(OPERATIONS[operator](value, other))
     except Exception:  # noqa: BLE001  (whatever the tested code raises)
         return False

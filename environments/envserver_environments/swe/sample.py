@@ -17,19 +17,17 @@ import io
 import json
 import re
 import tarfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from envserver_environments.demonstrations import sections
 
 from envserver import Task
 
-from .grading import HiddenTests
 from .trees import Entry, Tree, make_patch, tree_of
 
 SAMPLE = Path(__file__).parent / "data"
-_SECTION = re.compile(r"^=== (\w+)(?: (\S+))?$", re.MULTILINE)
 _BLOCK = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | re.DOTALL)
 
 
@@ -110,7 +108,8 @@ def read_sample_task(path: Path) -> SampleTask:
     hidden: dict[str, str] = {}
     changes: dict[str, str] = {}
     texts: dict[str, str] = {}
-    for kind, argument, text in _sections(path.read_text(encoding="utf-8")):
+    for title, text in sections(path.read_text(encoding="utf-8")).items():
+        kind, _, argument = title.partition(" ")
         match kind:
             case "file":
                 files[argument] = text
@@ -130,28 +129,6 @@ def read_sample_task(path: Path) -> SampleTask:
         fail_to_pass=tuple(texts["fail_to_pass"].split()),
         gold={name: _changed(files.get(name), text, name) for name, text in changes.items()},
     )
-
-
-def hidden_tests(hidden: dict[str, Any]) -> HiddenTests:
-    return HiddenTests(
-        files=hidden["tests"],
-        fail_to_pass=tuple(hidden["fail_to_pass"]),
-        pass_to_pass=tuple(hidden["pass_to_pass"]),
-        gold=hidden["patch"],
-        hoisted=hidden.get("hoisted", False),
-        plain=hidden.get("plain", False),
-        compared=frozenset(hidden["compared"]) if "compared" in hidden else None,
-        plugins=tuple(hidden.get("plugins", ())),
-        deleted=tuple(hidden.get("deleted", ())),
-        protected=tuple(hidden.get("protected", ())),
-    )
-
-
-def _sections(text: str) -> Iterator[tuple[str, str, str]]:
-    heads = list(_SECTION.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    for head, end in zip(heads, ends, strict=True):
-        yield head[1], head[2] or "", text[head.end() + 1 : end].strip("\n") + "\n"
 
 
 def _changed(old: str | None, text: str, name: str) -> str:

@@ -1,6 +1,6 @@
 """Looks for suspicious code that a patch adds: code that reaches for the tests from inside. Pure.
 It is a second line of defence, most findings are metrics; the first is that answers are absent
-where the code runs (`hoisting`, `veiling`) and that reports are sealed (`harness`)."""
+where the code runs (`veiling`, `expected`) and that reports are sealed (`harness`)."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .hoisting import OPERATORS, VeiledAnswer, same
+from .expected import OPERATORS, Answer, same
 
 _MAX_LITERAL = 10_000
 """Characters of an answer; a longer one stays in the test."""
@@ -129,14 +129,17 @@ class VeiledTests:
     """Tests without answers."""
 
     source: str
-    answers: dict[int, VeiledAnswer | None] = field(default_factory=dict)
+    answers: dict[int, Answer | None] = field(default_factory=dict)
     certain: dict[str, frozenset[int]] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
 
 
-def veil(source: str, seen: str, ids: list[str], first: int = 0) -> VeiledTests:
+def veil(
+    source: str, seen: str, ids: list[str], first: int = 0, *, exact: bool = False
+) -> VeiledTests:
     """The tests of `source`, which call `seen` instead of asserting. `ids`: tests that will be run,
-    as `TestA::test_b[1-2]`; `first`: the number of the first assertion."""
+    as `TestA::test_b[1-2]`; `first`: the number of the first assertion; `exact`: answers compare
+    types, too, and what is asserted by itself must be True, or False after `not`."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
         with warnings.catch_warnings():
@@ -144,7 +147,7 @@ def veil(source: str, seen: str, ids: list[str], first: int = 0) -> VeiledTests:
             module = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):
         return VeiledTests(source)  # they will fail where they run
-    return _Veil(source, seen, ids, first).veiled(module)
+    return _Veil(source, seen, ids, first, exact).veiled(module)
 
 
 _METHODS = {
@@ -190,8 +193,8 @@ class _Replacement:
 
 
 class _Veil:
-    def __init__(self, source: str, seen: str, ids: list[str], first: int) -> None:
-        self._seen, self._ids, self._next = seen, ids, first
+    def __init__(self, source: str, seen: str, ids: list[str], first: int, exact: bool) -> None:
+        self._seen, self._ids, self._next, self._exact = seen, ids, first, exact
         self._text = source.encode()
         self._starts = [0]
         for line in self._text.split(b"\n"):
@@ -200,8 +203,9 @@ class _Veil:
         self._result = VeiledTests(source)
 
     def veiled(self, module: ast.Module) -> VeiledTests:
+        exact = self._exact
         functions = {
-            name: (function, {node: _checks(node) for node in _assertions(function.body)})
+            name: (function, {node: _checks(node, exact) for node in _assertions(function.body)})
             for name, function in _functions(module.body, "")
         }
         every = [
@@ -301,12 +305,12 @@ class _Veil:
         literals = [literal(cell) for cell in column.cells] if column else [uses.answer(right)]
         if symbol in _IDENTITY and not all(one is None or type(one) is bool for one in literals):
             return None
-        numbers = self._numbered([VeiledAnswer(symbol, one) for one in literals])
+        numbers = self._numbered([Answer(symbol, one, self._exact) for one in literals])
         place = f" + ({self._source(right)})" if column else ""
         by_row = column is not None and column.by_row
         return _Replacement(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
 
-    def _numbered(self, answers: Sequence[VeiledAnswer | None]) -> range:
+    def _numbered(self, answers: Sequence[Answer | None]) -> range:
         first = self._next
         self._result.answers |= dict(enumerate(answers, first))
         self._next += len(answers)
@@ -417,7 +421,7 @@ def _certain(body: list[ast.stmt], loops: list[ast.For | None]) -> Iterator[ast.
     """Statements that a function that returns has come to; `loops` have at least one round."""
     for node in body:
         yield node
-        inner = [*ast.walk(node)]
+        inner = [] if isinstance(node, Function) else [*ast.walk(node)]
         leaves = any(isinstance(part, ast.Return | ast.Break | ast.Continue) for part in inner)
         if isinstance(node, ast.With | ast.AsyncWith) and not _catches(node):
             yield from _certain(node.body, loops)
@@ -435,19 +439,19 @@ def _catches(node: ast.stmt) -> bool:
     return isinstance(node, ast.Try | ast.TryStar) and bool(node.handlers)
 
 
-def _checks(node: ast.stmt) -> list[_Check]:
+def _checks(node: ast.stmt, exact: bool) -> list[_Check]:
     """The conditions of an assertion, which all must hold; none of another statement."""
     if isinstance(node, ast.Assert):
         both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
         tests = node.test.values if both and isinstance(node.test, ast.BoolOp) else [node.test]
-        return [_check(test) for test in tests]
+        return [_check(test, exact) for test in tests]
     match node:
         case ast.Expr(
             value=ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"), args=[test, *_]
             )
         ):
-            return [_check(test)]
+            return [_check(test, exact)]
         case ast.Expr(
             value=ast.Call(
                 func=ast.Attribute(value=ast.Name(id="self"), attr=method), args=[left, right, *_]
@@ -458,8 +462,12 @@ def _checks(node: ast.stmt) -> list[_Check]:
     return []
 
 
-def _check(test: ast.expr) -> _Check:
+def _check(test: ast.expr, exact: bool) -> _Check:
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         symbol = OPERATORS.get(type(test.ops[0]), "")
         return _Check(test, test.left, symbol, test.comparators[0])
+    if exact:
+        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        value = test.operand if isinstance(test, ast.UnaryOp) and negated else test
+        return _Check(test, value, "is", ast.Constant(not negated))
     return _Check(test, test, "", test)

@@ -39,7 +39,7 @@ from .domains.loading import KINDS, OWN, find_domain
 from .domains.world import Domain
 from .episodes import COMPLETE, GREETING, STOP, Episode, EpisodeRules
 from .evaluation import Strictness, score_conversation, verdicts
-from .known import demonstrate, known_conversations
+from .known import KnownConversations, demonstrate
 from .replays import RecordedTask, read_recorded_task, replayed
 from .speaking import USER, UserKind, as_texts
 from .tasks import TauTask, read_task
@@ -165,14 +165,16 @@ class Tau(DataEnvironment):
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         domain, known, _ = self._meant(task)
-        return known_conversations(
+        criteria = known.evaluation_criteria
+        count = len((criteria.nl_assertions if criteria else None) or ())
+        return KnownConversations(
             domain,
             known,
             self._script(task),
             self._rules,
             strict=self._is_strict(task),
-            judged=task.public["judged"],
-        )
+            verdicts=[True] * count if task.public["judged"] else None,
+        ).all()
 
     def task_from_row(self, row: dict[str, Any]) -> Task:
         recorded = read_recorded_task(row)

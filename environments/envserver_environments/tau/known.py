@@ -6,7 +6,7 @@ import json
 import re
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_environments.demonstrations import text_message
@@ -199,33 +199,116 @@ def _calls(message: Message) -> Iterator[tuple[str, Any]]:
 _MOST_STRANGE_WRITES = 40
 
 
-def known_conversations(
-    domain: Domain,
-    task: TauTask,
-    script: Sequence[Rule],
-    rules: EpisodeRules,
-    *,
-    strict: bool,
-    judged: bool,
-) -> Iterator[KnownResult]:
-    """`judged`: the reward needs a judge's verdicts."""
-    criteria = task.evaluation_criteria or Criteria()
-    verdicts = [True] * len(criteria.nl_assertions or ()) if judged else None
-    played = demonstrate(domain, task, script, rules)
-    gold = played.messages
-    if played.ending == "user_stop" and _is_fulfilled(criteria, played.world):
-        yield _known("gold", gold, verdicts, least=1.0, most=1.0)
-        yield _known("gold, without its end", gold[:-1], verdicts)
-        if verdicts:
-            yield _known("gold, the judge disagrees", gold, [False] * len(verdicts))
-        if strict:
-            yield _known("gold, and a flood of words", _flooded(gold, len(task.history)), verdicts)
-        if criteria.communicate_info and (strict or "COMMUNICATE" in criteria.reward_basis):
-            yield from _hidden_words(gold, criteria.communicate_info, verdicts, strict)
-        if "DB" in criteria.reward_basis and criteria.actions is not None:
-            yield from _other_writes(domain, task, script, rules, played, verdicts)
-    if not task.history:
-        yield from _short_ones(domain, task, strict, verdicts)
+@dataclass(frozen=True)
+class KnownConversations:
+    """Conversations about a task with a known reward; `verdicts`: of a judge who agrees; None: the
+    reward needs none."""
+
+    domain: Domain
+    task: TauTask
+    script: Sequence[Rule]
+    rules: EpisodeRules
+    strict: bool
+    verdicts: list[bool] | None
+
+    @property
+    def criteria(self) -> Criteria:
+        return self.task.evaluation_criteria or Criteria()
+
+    def played(self, actions: Sequence[Action] | None = None) -> Demonstration:
+        return demonstrate(self.domain, self.task, self.script, self.rules, actions=actions)
+
+    def all(self) -> Iterator[KnownResult]:
+        criteria, played = self.criteria, self.played()
+        gold = played.messages
+        if played.ending == "user_stop" and _is_fulfilled(criteria, played.world):
+            yield self._known("gold", gold, least=1.0, most=1.0)
+            yield self._known("gold, without its end", gold[:-1])
+            if self.verdicts:
+                yield self._known("gold, the judge disagrees", gold, unmet=True)
+            if self.strict:
+                flooded = _flooded(gold, len(self.task.history))
+                yield self._known("gold, and a flood of words", flooded)
+            said = self.strict or "COMMUNICATE" in criteria.reward_basis
+            if criteria.communicate_info and said:
+                yield from self._hidden_words(gold, criteria.communicate_info)
+            if "DB" in criteria.reward_basis and criteria.actions is not None:
+                yield from self._other_writes(played)
+        if not self.task.history:
+            yield from self._short_ones()
+
+    def _short_ones(self) -> Iterator[KnownResult]:
+        free = pays_for_nothing(self.domain, self.task)
+        asked = [_said("assistant", GREETING), _said("user", opening(self.task))]
+        lazy = float(free and not self.strict)
+        for name, words in (("nothing done", "I am sorry."), ("promises", "All of it is done.")):
+            ended = [*asked, _said("assistant", words), _said("user", STOP)]
+            yield self._known(name, ended, most=lazy, unmet=True)
+        stopped = [*asked, _said("assistant", STOP)]
+        yield self._known("the assistant ends it", stopped, unmet=True)
+        if self.domain.world().tool(HAND_OVER) is None:
+            return
+        handed = [action.name == HAND_OVER for action in self.criteria.actions or ()]
+        # Strictly, too, it is right where nothing else is expected.
+        right = all(handed) if handed else free
+        right = right or (free and any(handed) and "ACTION" not in self.criteria.reward_basis)
+        arguments = {"summary": "A customer."}
+        call = {"id": "h", "name": HAND_OVER, "arguments": arguments}
+        result = Episode(self.domain, self.task).world.call("assistant", HAND_OVER, arguments)
+        over: list[TauMessage] = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "id": "h", "requestor": "assistant", **asdict(result)},
+            _said("assistant", "A colleague comes."),
+            _said("user", TRANSFER),
+        ]
+        most = float(right or (free and not self.strict))
+        yield self._known("handed over at once", [*asked, *over], most=most, unmet=True)
+
+    def _hidden_words(
+        self, gold: Sequence[TauMessage], expected: Sequence[str]
+    ) -> Iterator[KnownResult]:
+        without = _replaced(gold, expected, "...")
+        yield self._known("gold, without what is to be said", without)
+        if self.strict and all(info[:1].isalnum() and info[-1:].isalnum() for info in expected):
+            inside = _replaced(gold, expected, "9{}9")
+            yield self._known("gold, what is to be said within longer words", inside)
+
+    def _other_writes(self, played: Demonstration) -> Iterator[KnownResult]:
+        world = self.domain.world()
+        actions = expected_actions(world, self.task)
+        writes = [place for place, action in enumerate(actions) if _is_write(world, action)]
+        cases = {}
+        if writes:
+            left = [action for place, action in enumerate(actions) if place != writes[-1]]
+            cases["the last write left out"] = left
+        strange = _strange_write(self.domain, self.task)
+        if strange is not None:
+            cases["a write that nobody asked for"] = [*actions, strange]
+        for name, changed in cases.items():
+            other = self.played(changed)
+            if other.ending != "user_stop" or other.world is None or played.world is None:
+                continue
+            if not other.world.same_as(played.world):
+                yield self._known(name, other.messages)
+
+    def _known(
+        self,
+        name: str,
+        messages: Sequence[TauMessage],
+        *,
+        least: float = 0.0,
+        most: float = 0.0,
+        unmet: bool = False,
+    ) -> KnownResult:
+        """`unmet`: the judge disagrees."""
+        verdicts = [False] * len(self.verdicts) if unmet and self.verdicts else self.verdicts
+        output: dict[str, Any] = {
+            "messages": [as_openai(message) for message in messages],
+            "ending": "",
+            "final_answer": "",
+            "verdicts": verdicts,
+        }
+        return KnownResult(name, Result(output=output), least=least, most=most)
 
 
 def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
@@ -237,86 +320,6 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
         )
     except Exception:  # noqa: BLE001 - assertions may raise anything
         return False
-
-
-def _short_ones(
-    domain: Domain, task: TauTask, strict: bool, verdicts: list[bool] | None
-) -> Iterator[KnownResult]:
-    free = pays_for_nothing(domain, task)
-    unmet = None if verdicts is None else [False] * len(verdicts)
-    asked = [_said("assistant", GREETING), _said("user", opening(task))]
-    lazy = float(free and not strict)
-    for name, words in (("nothing done", "I am sorry."), ("promises", "All of it is done.")):
-        ended = [*asked, _said("assistant", words), _said("user", STOP)]
-        yield _known(name, ended, unmet, most=lazy)
-    yield _known("the assistant ends it", [*asked, _said("assistant", STOP)], unmet)
-    criteria = task.evaluation_criteria or Criteria()
-    handed = [action.name == HAND_OVER for action in criteria.actions or ()]
-    # Strictly, too, it is right where nothing else is expected.
-    right = all(handed) if handed else free
-    right = right or (free and any(handed) and "ACTION" not in criteria.reward_basis)
-    world = domain.world()
-    if world.tool(HAND_OVER) is not None:
-        arguments = {"summary": "A customer."}
-        call = {"id": "h", "name": HAND_OVER, "arguments": arguments}
-        result = Episode(domain, task).world.call("assistant", HAND_OVER, arguments)
-        made = {"role": "assistant", "content": None, "tool_calls": [call]}
-        fields: dict[str, Any] = {
-            "role": "tool",
-            "id": "h",
-            "requestor": "assistant",
-            "content": result.content,
-        }
-        over: list[dict[str, Any]] = [
-            made,
-            {**fields, "error": result.error},
-            _said("assistant", "A colleague comes."),
-        ]
-        yield _known(
-            "handed over at once",
-            [*asked, *over, _said("user", TRANSFER)],
-            unmet,
-            most=float(right or (free and not strict)),
-        )
-
-
-def _hidden_words(
-    gold: Sequence[TauMessage],
-    expected: Sequence[str],
-    verdicts: list[bool] | None,
-    strict: bool,
-) -> Iterator[KnownResult]:
-    yield _known("gold, without what is to be said", _replaced(gold, expected, "..."), verdicts)
-    if strict and all(info[:1].isalnum() and info[-1:].isalnum() for info in expected):
-        inside = _replaced(gold, expected, "9{}9")
-        yield _known("gold, what is to be said within longer words", inside, verdicts)
-
-
-def _other_writes(
-    domain: Domain,
-    task: TauTask,
-    script: Sequence[Rule],
-    rules: EpisodeRules,
-    played: Demonstration,
-    verdicts: list[bool] | None,
-) -> Iterator[KnownResult]:
-    actions = expected_actions(domain.world(), task)
-    writes = [place for place, action in enumerate(actions) if _is_write(domain.world(), action)]
-    cases = {}
-    if writes:
-        cases["the last write left out"] = [
-            action for place, action in enumerate(actions) if place != writes[-1]
-        ]
-    strange = _strange_write(domain, task)
-    if strange is not None:
-        cases["a write that nobody asked for"] = [*actions, strange]
-    for name, changed in cases.items():
-        other = demonstrate(domain, task, script, rules, actions=changed)
-        worlds = other.world, played.world
-        if other.ending != "user_stop" or worlds[0] is None or worlds[1] is None:
-            continue
-        if not worlds[0].same_as(worlds[1]):
-            yield _known(name, other.messages, verdicts)
 
 
 def _strange_write(domain: Domain, task: TauTask) -> Action | None:
@@ -372,20 +375,3 @@ def _replaced(messages: Sequence[TauMessage], texts: Sequence[str], form: str) -
 
 def _said(role: str, content: str) -> TauMessage:
     return {"role": role, "content": content}
-
-
-def _known(
-    name: str,
-    messages: Sequence[TauMessage],
-    verdicts: list[bool] | None,
-    *,
-    least: float = 0.0,
-    most: float = 0.0,
-) -> KnownResult:
-    output: dict[str, Any] = {
-        "messages": [as_openai(message) for message in messages],
-        "ending": "",
-        "final_answer": "",
-        "verdicts": verdicts,
-    }
-    return KnownResult(name, Result(output=output), least=least, most=most)

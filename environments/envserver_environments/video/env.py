@@ -62,7 +62,8 @@ from .data_sets import (
     single_rows,
     video_file,
 )
-from .frames.store import FrameLimits, FrameStore, require_av
+from .frames.decoding import FrameLimits
+from .frames.store import FrameStore, require_av
 from .known import demonstrate, known_answers
 from .scoring import score_rollout
 from .teams import FRAMES, ORGANIZER, Frames, Mode, solve

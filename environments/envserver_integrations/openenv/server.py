@@ -31,47 +31,35 @@ class Full(Exception):
     """The server has as many sessions as it may."""
 
 
-class Timeouts(NamedTuple):
-    """In seconds."""
-
-    connect: float
-    answer: float
-
-
-class StepResult:
-    def __init__(self, data: Any) -> None:
-        found = data if isinstance(data, dict) else {}
-        observation, reward = found.get("observation"), found.get("reward")
-        if not isinstance(observation, dict):
-            raise ServiceError("The OpenEnv server answered without an observation.")
-        if reward is not None and not (
-            isinstance(reward, int | float) and math.isfinite(float(reward))
-        ):
-            raise ServiceError(f"The OpenEnv server gave a reward that is no number: {reward!r}.")
-        self.observation: dict[str, Any] = observation
-        self.reward = None if reward is None else float(reward)
-        self.done = bool(found.get("done"))
+def step_result(data: Any) -> dict[str, Any]:
+    """Checks the answer to a reset or a step: its `observation`, `reward` and `done`."""
+    found = data if isinstance(data, dict) else {}
+    observation, reward = found.get("observation"), found.get("reward")
+    if not isinstance(observation, dict):
+        raise ServiceError("The OpenEnv server answered without an observation.")
+    if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+        raise ServiceError(f"The OpenEnv server gave a reward that is no number: {reward!r}.")
+    number = None if reward is None else float(reward)
+    return {"observation": observation, "reward": number, "done": bool(found.get("done"))}
 
 
 class Session:
-    def __init__(
-        self, socket: aiohttp.ClientWebSocketResponse, seconds: float, *, blames_model: bool
-    ) -> None:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, config: Any) -> None:
         self._socket = socket
-        self._seconds = seconds
-        self._blames_model = blames_model
+        self._seconds: float = config.answer_seconds
+        self._blames_model = config.server_errors == "model"
         self._turn = asyncio.Lock()
 
-    async def reset(self, arguments: Mapping[str, Any]) -> StepResult:
+    async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return StepResult(await self._ask("reset", dict(arguments)))
+            return step_result(await self._ask("reset", dict(arguments)))
         except InvalidAction as error:
             raise ServiceError(
                 f"The OpenEnv server cannot reset: {error}", hint="See --env.reset."
             ) from error
 
-    async def step(self, action: Mapping[str, Any]) -> StepResult:
-        return StepResult(await self._ask("step", dict(action)))
+    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+        return step_result(await self._ask("step", dict(action)))
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Any:
         async with self._turn:
@@ -120,28 +108,24 @@ class Session:
 
 
 @asynccontextmanager
-async def session(
-    http: aiohttp.ClientSession, url: str, timeouts: Timeouts, *, blames_model: bool
-) -> AsyncIterator[Session]:
-    """Connects to a server; the session ends with the block."""
+async def session(http: aiohttp.ClientSession, url: str, config: Any) -> AsyncIterator[Session]:
+    """Connects to a server; the session ends with the block. `config`: of `OpenEnv`."""
     try:
-        async with asyncio.timeout(timeouts.connect):
+        async with asyncio.timeout(config.connect_seconds):
             socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MOST_BYTES)
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ServiceError(f"The OpenEnv server does not answer at {shown(url)}.") from error
     try:
-        yield Session(socket, timeouts.answer, blames_model=blames_model)
+        yield Session(socket, config)
     finally:
         with suppress(aiohttp.ClientError, OSError):
             await socket.send_json({"type": "close"})
         await socket.close()
 
 
-async def action_schema(
-    http: aiohttp.ClientSession, url: str, timeouts: Timeouts
-) -> dict[str, Any]:
+async def action_schema(http: aiohttp.ClientSession, url: str, config: Any) -> dict[str, Any]:
     try:
-        async with asyncio.timeout(timeouts.answer), http.get(f"{url}/schema") as answer:
+        async with asyncio.timeout(config.answer_seconds), http.get(f"{url}/schema") as answer:
             answer.raise_for_status()
             found = json.loads(await answer.text())
     except (aiohttp.ClientResponseError, ValueError) as error:
@@ -258,38 +242,31 @@ async def connected(address: str, config: Any) -> AsyncIterator[Mapping[str, Ser
     headers = {}
     if config.token is not None:
         headers["Authorization"] = f"Bearer {config.token.get_secret_value()}"
-    timeouts = Timeouts(config.connect_seconds, config.answer_seconds)
     async with started(address) as url, aiohttp.ClientSession(headers=headers) as http:
-        server = _Server(http, url, timeouts, config)
+        server = _Server(http, url, config)
         yield Services({"begin": _begin, "step": _step}, state=server.play)
 
 
 class _Server:
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, timeouts: Timeouts, config: Any
-    ) -> None:
-        self._http = http
-        self._url = url
-        self._timeouts = timeouts
-        self._config = config
+    def __init__(self, http: aiohttp.ClientSession, url: str, config: Any) -> None:
+        self._server = (http, url, config)
+        self._wait_seconds: float = config.wait_seconds
         self._schema: dict[str, Any] | None = None
 
     @asynccontextmanager
     async def play(self, task: Task) -> AsyncIterator[_Play]:
         """The state of one attempt: a session, in which its episode has begun."""
         if self._schema is None:
-            self._schema = await action_schema(self._http, self._url, self._timeouts)
-        blames_model = self._config.server_errors == "model"
-        deadline = asyncio.get_running_loop().time() + self._config.wait_seconds
+            self._schema = await action_schema(*self._server)
+        deadline = asyncio.get_running_loop().time() + self._wait_seconds
         while True:
-            connecting = session(self._http, self._url, self._timeouts, blames_model=blames_model)
-            async with connecting as opened:
+            async with session(*self._server) as opened:
                 try:
                     first = await opened.reset(task.public["reset"])
                 except Full:
                     if asyncio.get_running_loop().time() > deadline:
                         raise ServiceError(
-                            f"The OpenEnv server was full for {self._config.wait_seconds:g} s.",
+                            f"The OpenEnv server was full for {self._wait_seconds:g} s.",
                             hint="Set --rollouts.max_concurrent to the number of its sessions.",
                         ) from None
                 else:
@@ -303,16 +280,16 @@ class _Play(NamedTuple):
     first: dict[str, Any]
 
 
-async def _play(session: Session, first: StepResult, schema: dict[str, Any]) -> _Play:
+async def _play(session: Session, first: dict[str, Any], schema: dict[str, Any]) -> _Play:
     mode = mode_of(schema)
     tools = [act_tool(schema)] if mode == "act" else []
-    if mode == "tools" and not first.done:
+    if mode == "tools" and not first["done"]:
         try:
-            tools = tools_of((await session.step({"type": "list_tools"})).observation)
+            tools = tools_of((await session.step({"type": "list_tools"}))["observation"])
         except InvalidAction as error:
             raise ServiceError(f"The OpenEnv server does not list its tools: {error}") from error
     facts = {"mode": mode, "tools": tools, "text_field": text_field(schema), "act": ACT}
-    return _Play(session, {**_shown(first), **facts})
+    return _Play(session, {**first, **facts})
 
 
 async def _begin(arguments: dict[str, Any], caller: Caller) -> Any:
@@ -322,10 +299,6 @@ async def _begin(arguments: dict[str, Any], caller: Caller) -> Any:
 async def _step(arguments: dict[str, Any], caller: Caller) -> Any:
     """Takes an action; `invalid` says why the server refuses it."""
     try:
-        return _shown(await caller.state.session.step(arguments["action"]))
+        return await caller.state.session.step(arguments["action"])
     except InvalidAction as error:
         return {"invalid": str(error)}
-
-
-def _shown(result: StepResult) -> dict[str, Any]:
-    return {"observation": result.observation, "reward": result.reward, "done": result.done}

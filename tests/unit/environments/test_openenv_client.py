@@ -5,13 +5,14 @@ from typing import Any
 
 import aiohttp
 import pytest
-from envserver_integrations.openenv.server import InvalidAction, Timeouts, action_schema, session
+from envserver_integrations.openenv.env import OpenEnv
+from envserver_integrations.openenv.server import InvalidAction, action_schema, session
 from support.openenv_server import OPENING, call, openenv_server, played, transcript
 
 from envserver import ConfigError, ServiceError
 from envserver.registry import find
 
-QUICK = Timeouts(5, 30)
+QUICK = OpenEnv.Config(connect_seconds=5, answer_seconds=30)
 
 
 async def test_steps_are_turns_with_rewards_and_a_lost_server_is_tried_again(
@@ -75,21 +76,21 @@ async def test_arguments_that_cannot_be_sent_are_the_models_fault(tmp_path: Path
 
 @pytest.mark.parametrize("fault", ["gone", "garbage", "slow", "raises", "nan", "other"])
 async def test_a_failing_server_is_a_failure_of_ours(fault: str) -> None:
-    timeouts = Timeouts(5, 0.2 if fault == "slow" else 30)
+    config = OpenEnv.Config(answer_seconds=0.2 if fault == "slow" else 30)
     async with (
         openenv_server(fault) as server,
         aiohttp.ClientSession() as http,
-        session(http, f"{server.url}/guess", timeouts, blames_model=False) as one,
+        session(http, f"{server.url}/guess", config) as one,
     ):
-        assert (await one.reset({"seed": 3})).observation == {"text": OPENING}
+        assert (await one.reset({"seed": 3}))["observation"] == {"text": OPENING}
         with pytest.raises(ServiceError):
             await one.step({"guess": "7"})
 
 
 async def test_what_the_server_raises_may_be_the_models_affair() -> None:
     async with openenv_server("raises", most=1) as server, aiohttp.ClientSession() as http:
-        place = f"{server.url}/guess"
-        async with session(http, place, QUICK, blames_model=True) as one:
+        config = OpenEnv.Config(server_errors="model")
+        async with session(http, f"{server.url}/guess", config) as one:
             await one.reset({})
             with pytest.raises(InvalidAction):
                 await one.step({"guess": "7"})
@@ -102,7 +103,7 @@ async def test_a_server_that_is_not_there(tmp_path: Path) -> None:
             await action_schema(http, f"{server.url}/nothing", QUICK)
     async with aiohttp.ClientSession() as http:
         with pytest.raises(ServiceError, match="does not answer"):
-            async with session(http, server.url, QUICK, blames_model=False):
+            async with session(http, server.url, QUICK):
                 pass
         with pytest.raises(ServiceError, match="does not answer"):
             await action_schema(http, f"{server.url}/guess", QUICK)

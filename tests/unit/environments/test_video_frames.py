@@ -221,7 +221,7 @@ def test_a_confined_process_reaches_nothing() -> None:
 def test_moments_are_within_the_part_and_in_order(
     seconds: float, start: float, end: float | None, count: int, every: float | None
 ) -> None:
-    request = Request(start, end, count, every, 32, 1, 1, 1)
+    request = Request(count, every, start=start, end=end)
     found = moments(seconds, request)
     last = min(seconds, seconds if end is None else end)
     assert 1 <= len(found) <= count
@@ -230,8 +230,8 @@ def test_moments_are_within_the_part_and_in_order(
 
 
 def test_every_two_seconds_is_every_two_seconds() -> None:
-    assert moments(10, Request(0, None, 8, 2.0, 32, 1, 1, 1)) == [1, 3, 5, 7, 9]
-    assert len(moments(100, Request(0, None, 8, 2.0, 32, 1, 1, 1))) == 8
+    assert moments(10, Request(8, 2.0)) == [1, 3, 5, 7, 9]
+    assert len(moments(100, Request(8, 2.0))) == 8
 
 
 # The environment

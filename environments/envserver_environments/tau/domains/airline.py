@@ -199,22 +199,20 @@ _AIRPORTS = {
     "LGA": "LaGuardia",
 }
 
-_USER_ID = "Id of the user, such as 'sara_doe_496'."
-_RESERVATION_ID = "Id of the reservation, such as 'ZFA04Y'."
-_PAYMENT_ID = (
-    "Id of a payment method in the user's profile, such as 'credit_card_7815826', "
-    "'gift_card_7815826' or 'certificate_7815826'."
-)
-_ORIGIN = "Airport to start from, in three letters, such as 'JFK'."
-_DESTINATION = "Airport to arrive at, in three letters, such as 'LAX'."
-_DATE = "Date of the flight as 'YYYY-MM-DD', such as '2024-05-01'."
-
 
 class AirlineTools(Toolkit):
+    words = {
+        "user_id": "Id of the user, such as 'sara_doe_496'.",
+        "reservation_id": "Id of the reservation, such as 'ZFA04Y'.",
+        "payment_id": "Id of a payment method in the user's profile, such as "
+        "'credit_card_7815826', 'gift_card_7815826' or 'certificate_7815826'.",
+        "origin": "Airport to start from, in three letters, such as 'JFK'.",
+        "destination": "Airport to arrive at, in three letters, such as 'LAX'.",
+        "date": "Date of the flight as 'YYYY-MM-DD', such as '2024-05-01'.",
+    }
+
     @tool(
         "write",
-        "Books a reservation.",
-        user_id=_USER_ID,
         origin="IATA code of the city to start from, such as 'SFO'.",
         destination="IATA code of the city to arrive at, such as 'JFK'.",
         flight_type="'one_way' or 'round_trip'.",
@@ -240,6 +238,7 @@ class AirlineTools(Toolkit):
         nonfree_baggages: int,
         insurance: Insurance,
     ) -> DatabaseRow:
+        """Books a reservation."""
         legs: Any = _as_models(FlightInfo, flights)
         people: Any = _as_models(Passenger, passengers)
         payments: Any = _as_models(Payment, payment_methods)
@@ -282,8 +281,9 @@ class AirlineTools(Toolkit):
     def calculate(self, expression: str) -> str:
         return calculate(expression)
 
-    @tool("write", "Cancels a whole reservation.", reservation_id=_RESERVATION_ID)
+    @tool("write")
     def cancel_reservation(self, reservation_id: str) -> DatabaseRow:
+        """Cancels a whole reservation."""
         self._reservation(reservation_id)
         reservation = self.db.edit("reservations", reservation_id)
         reservation["payment_history"] += [
@@ -293,42 +293,31 @@ class AirlineTools(Toolkit):
         reservation["status"] = "cancelled"
         return DatabaseRow(reservation)
 
-    @tool(
-        "read",
-        "Shows a reservation.",
-        reservation_id="Id of the reservation, such as '8JX2WO'.",
-    )
+    @tool("read", reservation_id="Id of the reservation, such as '8JX2WO'.")
     def get_reservation_details(self, reservation_id: str) -> DatabaseRow:
+        """Shows a reservation."""
         return DatabaseRow(self._reservation(reservation_id))
 
-    @tool("read", "Shows a user with the ids of all reservations.", user_id=_USER_ID)
+    @tool("read")
     def get_user_details(self, user_id: str) -> DatabaseRow:
+        """Shows a user with the ids of all reservations."""
         return DatabaseRow(self._user(user_id))
 
-    @tool("read", "Lists all airports.")
+    @tool("read")
     def list_all_airports(self) -> list[DatabaseRow]:
+        """Lists all airports."""
         return [DatabaseRow({"iata": iata, "city": city}) for iata, city in _AIRPORTS.items()]
 
-    @tool(
-        "read",
-        "Finds direct flights between two cities on a day.",
-        origin=_ORIGIN,
-        destination=_DESTINATION,
-        date=_DATE,
-    )
+    @tool("read")
     def search_direct_flight(self, origin: str, destination: str, date: str) -> list[DatabaseRow]:
+        """Finds direct flights between two cities on a day."""
         return [DatabaseRow(flight) for flight in self._available(date, origin, destination)]
 
-    @tool(
-        "read",
-        "Finds connections with one stop between two cities on a day.",
-        origin=_ORIGIN,
-        destination=_DESTINATION,
-        date=_DATE,
-    )
+    @tool("read")
     def search_onestop_flight(
         self, origin: str, destination: str, date: str
     ) -> list[list[DatabaseRow]]:
+        """Finds connections with one stop between two cities on a day."""
         found = []
         for first in self._available(date, origin):
             first["date"] = date
@@ -339,13 +328,9 @@ class AirlineTools(Toolkit):
                 found.append([DatabaseRow(first), DatabaseRow(second)])
         return found
 
-    @tool(
-        "write",
-        "Sends a certificate to a user; take care.",
-        user_id=_USER_ID,
-        amount="Dollars that it is worth.",
-    )
+    @tool("write", amount="Dollars that it is worth.")
     def send_certificate(self, user_id: str, amount: int) -> str:
+        """Sends a certificate to a user; take care."""
         user = self._user(user_id)
         for payment_id in _CERTIFICATE_IDS:
             if payment_id not in user["payment_methods"]:
@@ -361,15 +346,13 @@ class AirlineTools(Toolkit):
 
     @tool(
         "write",
-        "Changes how many bags a reservation has.",
-        reservation_id=_RESERVATION_ID,
         total_baggages="How many bags it has in all, after the change.",
         nonfree_baggages="How many of them are to be paid for, after the change.",
-        payment_id=_PAYMENT_ID,
     )
     def update_reservation_baggages(
         self, reservation_id: str, total_baggages: int, nonfree_baggages: int, payment_id: str
     ) -> DatabaseRow:
+        """Changes how many bags a reservation has."""
         reservation = self._reservation(reservation_id)
         price = 50 * max(0, nonfree_baggages - reservation["nonfree_baggages"])
         payment = self._payment_for_update(reservation["user_id"], payment_id, price)
@@ -381,11 +364,8 @@ class AirlineTools(Toolkit):
 
     @tool(
         "write",
-        "Changes the flights or the cabin of a reservation.",
-        reservation_id=_RESERVATION_ID,
         cabin="Cabin of the reservation after the change.",
         flights="Each flight of the WHOLE journey after the change, also those that stay.",
-        payment_id=_PAYMENT_ID,
     )
     def update_reservation_flights(
         self,
@@ -394,6 +374,7 @@ class AirlineTools(Toolkit):
         flights: list[FlightInfo | dict],  # type: ignore[type-arg]
         payment_id: str,
     ) -> DatabaseRow:
+        """Changes the flights or the cabin of a reservation."""
         legs: Any = _as_models(FlightInfo, flights)
         reservation = self._reservation(reservation_id)
         self._user(reservation["user_id"])
@@ -414,17 +395,13 @@ class AirlineTools(Toolkit):
         reservation["cabin"] = cabin
         return DatabaseRow(reservation)
 
-    @tool(
-        "write",
-        "Changes who the passengers of a reservation are, but not how many.",
-        reservation_id=_RESERVATION_ID,
-        passengers="Each passenger after the change.",
-    )
+    @tool("write", passengers="Each passenger after the change.")
     def update_reservation_passengers(
         self,
         reservation_id: str,
         passengers: list[Passenger | dict],  # type: ignore[type-arg]
     ) -> DatabaseRow:
+        """Changes who the passengers of a reservation are, but not how many."""
         people: Any = _as_models(Passenger, passengers)
         reservation = self._reservation(reservation_id)
         if len(people) != len(reservation["passengers"]):
@@ -433,13 +410,9 @@ class AirlineTools(Toolkit):
         reservation["passengers"] = _plain(people)
         return DatabaseRow(reservation)
 
-    @tool(
-        "read",
-        "Tells the status of a flight on a day.",
-        flight_number="Number of the flight.",
-        date="Date of the flight.",
-    )
+    @tool("read", flight_number="Number of the flight.", date="Date of the flight.")
     def get_flight_status(self, flight_number: str, date: str) -> str:
+        """Tells the status of a flight on a day."""
         return str(self._day(flight_number, date)["status"])
 
     def _user(self, user_id: str) -> Record:

@@ -52,13 +52,13 @@ class MockUserDB(BaseModel):
 class MockTools(Toolkit):
     @tool(
         "write",
-        "Adds a task to the list of a user.",
         types={"description": str},
         user_id="Id of the user who gets the task.",
         title="Title of the task.",
         description="What the task is about; may be left out.",
     )
     def create_task(self, user_id: str, title: str, description: str | None = None) -> DatabaseRow:
+        """Adds a task to the list of a user."""
         self._existing("users", user_id, "User {} not found")
         task_id = f"task_{len(self.db.table('tasks')) + 1}"
         task = Task(task_id=task_id, title=title, description=description, status="pending")
@@ -67,17 +67,14 @@ class MockTools(Toolkit):
         self.db.edit("users", user_id)["tasks"].append(task_id)
         return DatabaseRow(record)
 
-    @tool("read", "Lists all users.")
+    @tool("read")
     def get_users(self) -> list[DatabaseRow]:
+        """Lists all users."""
         return [DatabaseRow(user) for user in self.db.rows("users")]
 
-    @tool(
-        "write",
-        "Sets the status of a task.",
-        task_id="Id of the task.",
-        status="Its new status.",
-    )
+    @tool("write", task_id="Id of the task.", status="Its new status.")
     def update_task_status(self, task_id: str, status: TaskStatus) -> DatabaseRow:
+        """Sets the status of a task."""
         self._existing("tasks", task_id, "Task {} not found")
         task = self.db.edit("tasks", task_id)
         task["status"] = status
@@ -97,16 +94,14 @@ class MockTools(Toolkit):
 
 
 class MockUserTools(Toolkit):
-    @tool("read", "Shows all notifications of your inbox.")
+    @tool("read")
     def check_notifications(self) -> list[DatabaseRow]:
+        """Shows all notifications of your inbox."""
         return [DatabaseRow(notification) for notification in self.db.rows("notifications")]
 
-    @tool(
-        "write",
-        "Marks a notification as read.",
-        notification_id="Id of the notification.",
-    )
+    @tool("write", notification_id="Id of the notification.")
     def dismiss_notification(self, notification_id: str) -> str:
+        """Marks a notification as read."""
         self._notification(notification_id)
         self.db.edit("notifications", notification_id)["status"] = "read"
         return f"Notification {notification_id} dismissed"

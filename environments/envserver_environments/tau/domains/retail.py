@@ -126,41 +126,31 @@ class RetailDB(BaseModel):
     orders: dict[str, Order]
 
 
-_ORDER_ID = "Id of the order, with the '#' that it starts with, such as '#W0000000'."
-_USER_ID = "Id of the user, such as 'sara_doe_496'."
-_PAYMENT = (
-    "Id of the method by which a difference in price is paid or refunded, such as "
-    "'gift_card_0000000'; the user's and the order's details have it."
-)
-_NEW_ITEMS = (
-    "Ids of the items to get for them, in the same order, each of the same product; may have "
-    "duplicates."
-)
-_CONFIRM = "Explain the details and get the user's explicit yes before."
-_ADDRESS: Any = {
-    "address1": "First line of the address, such as '123 Main St'.",
-    "address2": "Second line, such as 'Apt 1', or ''.",
-    "city": "City, such as 'San Francisco'.",
-    "state": "State, such as 'CA'.",
-    "country": "Country, such as 'USA'.",
-    "zip": "Zip code, such as '12345'.",
-}
-
-
 class RetailTools(Toolkit):
+    words = {
+        "order_id": "Id of the order, with the '#' that it starts with, such as '#W0000000'.",
+        "user_id": "Id of the user, such as 'sara_doe_496'.",
+        "payment_method_id": "Id of the method by which a difference in price is paid or refunded, "
+        "such as 'gift_card_0000000'; the user's and the order's details have it.",
+        "new_item_ids": "Ids of the items to get for them, in the same order, each of the same "
+        "product; may have duplicates.",
+        "address1": "First line of the address, such as '123 Main St'.",
+        "address2": "Second line, such as 'Apt 1', or ''.",
+        "city": "City, such as 'San Francisco'.",
+        "state": "State, such as 'CA'.",
+        "country": "Country, such as 'USA'.",
+        "zip": "Zip code, such as '12345'.",
+    }
+
     @calculation
     def calculate(self, expression: str) -> str:
         return calculate(expression)
 
-    @tool(
-        "write",
-        "Cancels a pending order; one that was processed or delivered cannot be cancelled. "
-        f"{_CONFIRM} The payment is refunded: to a gift card at once, else within 5 to 7 business "
-        "days. Returns the order as it is then.",
-        order_id=_ORDER_ID,
-        reason="Why: 'no longer needed' or 'ordered by mistake'.",
-    )
+    @tool("write", reason="Why: 'no longer needed' or 'ordered by mistake'.")
     def cancel_pending_order(self, order_id: str, reason: str) -> DatabaseRow:
+        """Cancels a pending order; one that was processed or delivered cannot be cancelled. Explain
+        the details and get the user's explicit yes before. The payment is refunded: to a gift card
+        at once, else within 5 to 7 business days. Returns the order as it is then."""
         order = self._order(order_id)
         if order["status"] != "pending":
             raise ValueError("Non-pending order cannot be cancelled")
@@ -180,16 +170,14 @@ class RetailTools(Toolkit):
 
     @tool(
         "write",
-        "Exchanges items of a delivered order for others of the same products. A delivered order "
-        f"can be exchanged or returned only once. {_CONFIRM}",
-        order_id=_ORDER_ID,
         item_ids="Ids of the items to give back, each such as '1008292230'; may have duplicates.",
-        new_item_ids=_NEW_ITEMS,
-        payment_method_id=_PAYMENT,
     )
     def exchange_delivered_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
     ) -> DatabaseRow:
+        """Exchanges items of a delivered order for others of the same products. A delivered order
+        can be exchanged or returned only once. Explain the details and get the user's explicit yes
+        before."""
         order = self._order(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be exchanged")
@@ -214,13 +202,13 @@ class RetailTools(Toolkit):
 
     @tool(
         "read",
-        "Finds the id of a user by name and zip code; an error if there is none. Try the email "
-        "first, and this only if that fails or the user does not remember it.",
         first_name="First name of the customer, such as 'John'.",
         last_name="Last name of the customer, such as 'Doe'.",
         zip="Zip code of the customer, such as '12345'.",
     )
     def find_user_id_by_name_zip(self, first_name: str, last_name: str, zip: str) -> str:
+        """Finds the id of a user by name and zip code; an error if there is none. Try the email
+        first, and this only if that fails or the user does not remember it."""
         for user in self.db.rows("users"):
             name = user["name"]
             if (
@@ -231,59 +219,45 @@ class RetailTools(Toolkit):
                 return str(user["user_id"])
         raise ValueError("User not found")
 
-    @tool(
-        "read",
-        "Finds the id of a user by email; an error if there is none.",
-        email="Email of the user, such as 'something@example.com'.",
-    )
+    @tool("read", email="Email of the user, such as 'something@example.com'.")
     def find_user_id_by_email(self, email: str) -> str:
+        """Finds the id of a user by email; an error if there is none."""
         for user in self.db.rows("users"):
             if user["email"].lower() == email.lower():
                 return str(user["user_id"])
         raise ValueError("User not found")
 
-    @tool("read", "Shows an order with its status.", order_id=_ORDER_ID)
+    @tool("read")
     def get_order_details(self, order_id: str) -> DatabaseRow:
+        """Shows an order with its status."""
         return DatabaseRow(self._order(order_id))
 
-    @tool(
-        "read",
-        "Shows a product with all its variants.",
-        product_id="Id of the product (not of an item), such as '6086499569'.",
-    )
+    @tool("read", product_id="Id of the product (not of an item), such as '6086499569'.")
     def get_product_details(self, product_id: str) -> DatabaseRow:
+        """Shows a product with all its variants."""
         return DatabaseRow(self._product(product_id))
 
-    @tool(
-        "read",
-        "Shows an item: its options, price, and whether it is available.",
-        item_id="Id of the item (not of a product), such as '6086499569'.",
-    )
+    @tool("read", item_id="Id of the item (not of a product), such as '6086499569'.")
     def get_item_details(self, item_id: str) -> DatabaseRow:
+        """Shows an item: its options, price, and whether it is available."""
         for product in self.db.rows("products"):
             if item_id in product["variants"]:
                 return DatabaseRow(product["variants"][item_id])
         raise ValueError("Item not found")
 
-    @tool("read", "Shows a user with the ids of all orders.", user_id=_USER_ID)
+    @tool("read")
     def get_user_details(self, user_id: str) -> DatabaseRow:
+        """Shows a user with the ids of all orders."""
         return DatabaseRow(self._user(user_id))
 
-    @tool(
-        "read",
-        "Lists the names of all product types with their product ids. Each comes in several items "
-        "that differ in their options.",
-    )
+    @tool("read")
     def list_all_product_types(self) -> str:
+        """Lists the names of all product types with their product ids. Each comes in several items
+        that differ in their options."""
         names = {product["name"]: product["product_id"] for product in self.db.rows("products")}
         return json.dumps(names, sort_keys=True)
 
-    @tool(
-        "write",
-        f"Changes the shipping address of a pending order. {_CONFIRM}",
-        order_id=_ORDER_ID,
-        **_ADDRESS,
-    )
+    @tool("write")
     def modify_pending_order_address(
         self,
         order_id: str,
@@ -294,6 +268,8 @@ class RetailTools(Toolkit):
         country: str,
         zip: str,
     ) -> DatabaseRow:
+        """Changes the shipping address of a pending order. Explain the details and get the user's
+        explicit yes before."""
         if "pending" not in self._order(order_id)["status"]:
             raise ValueError("Non-pending order cannot be modified")
         address = _address(address1, address2, city, state, country, zip)
@@ -303,16 +279,13 @@ class RetailTools(Toolkit):
 
     @tool(
         "write",
-        "Exchanges items of a pending order for others of the same products. It can be done only "
-        f"once for an order. {_CONFIRM}",
-        order_id=_ORDER_ID,
         item_ids="Ids of the items to change, each such as '1008292230'; may have duplicates.",
-        new_item_ids=_NEW_ITEMS,
-        payment_method_id=_PAYMENT,
     )
     def modify_pending_order_items(
         self, order_id: str, item_ids: list[str], new_item_ids: list[str], payment_method_id: str
     ) -> DatabaseRow:
+        """Exchanges items of a pending order for others of the same products. It can be done only
+        once for an order. Explain the details and get the user's explicit yes before."""
         order = self._order(order_id)
         if order["status"] != "pending":
             raise ValueError("Non-pending order cannot be modified")
@@ -343,12 +316,12 @@ class RetailTools(Toolkit):
 
     @tool(
         "write",
-        f"Changes how a pending order is paid. {_CONFIRM}",
-        order_id=_ORDER_ID,
         payment_method_id="Id of the method to pay by instead, such as 'credit_card_0000000'; the "
         "user's details have it.",
     )
     def modify_pending_order_payment(self, order_id: str, payment_method_id: str) -> DatabaseRow:
+        """Changes how a pending order is paid. Explain the details and get the user's explicit yes
+        before."""
         order = self._order(order_id)
         if "pending" not in order["status"]:
             raise ValueError("Non-pending order cannot be modified")
@@ -371,7 +344,7 @@ class RetailTools(Toolkit):
         self._change_balance(order["user_id"], old_id, amount)
         return DatabaseRow(order)
 
-    @tool("write", f"Changes the address of a user. {_CONFIRM}", user_id=_USER_ID, **_ADDRESS)
+    @tool("write")
     def modify_user_address(
         self,
         user_id: str,
@@ -382,6 +355,8 @@ class RetailTools(Toolkit):
         country: str,
         zip: str,
     ) -> DatabaseRow:
+        """Changes the address of a user. Explain the details and get the user's explicit yes
+        before."""
         self._user(user_id)
         address = _address(address1, address2, city, state, country, zip)
         user = self.db.edit("users", user_id)
@@ -390,9 +365,6 @@ class RetailTools(Toolkit):
 
     @tool(
         "write",
-        "Takes back items of a delivered order, whose status becomes 'return requested'; an email "
-        f"tells the user how to send them. {_CONFIRM}",
-        order_id=_ORDER_ID,
         item_ids="Ids of the items to return, each such as '1008292230'; may have duplicates.",
         payment_method_id="Id of the method by which the refund is made: the original one or a "
         "gift card, such as 'gift_card_0000000'.",
@@ -400,6 +372,9 @@ class RetailTools(Toolkit):
     def return_delivered_order_items(
         self, order_id: str, item_ids: list[str], payment_method_id: str
     ) -> DatabaseRow:
+        """Takes back items of a delivered order, whose status becomes 'return requested'; an email
+        tells the user how to send them. Explain the details and get the user's explicit yes
+        before."""
         order = self._order(order_id)
         if order["status"] != "delivered":
             raise ValueError("Non-delivered order cannot be returned")

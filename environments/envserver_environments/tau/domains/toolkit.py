@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from typing import Any, Literal, NoReturn, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_type_hints
 
 from pydantic import BaseModel, Field, create_model
 
@@ -54,7 +54,7 @@ class _Declared:
 
 def tool(
     kind: Kind,
-    description: str,
+    description: str = "",
     /,
     *,
     mutates: bool | None = None,
@@ -64,14 +64,16 @@ def tool(
     """Marks a method of a toolkit as a tool.
 
     Args:
+        description: for the model; "": the method's docstring.
         mutates: it changes data, so that an evaluation must replay it; unset: if it is `write`.
         types: parameters whose type in the schema is another one than their annotation.
-        parameters: description of each parameter, for the model.
+        parameters: description of each parameter, for the model; unset: that in `Toolkit.words`.
     """
     changes = kind == "write" if mutates is None else mutates
 
     def mark(function: _Function) -> _Function:
-        declared = _Declared(kind, changes, description, parameters, types or {})
+        words = description or " ".join((function.__doc__ or "").split())
+        declared = _Declared(kind, changes, words, parameters, types or {})
         function.__tau_tool__ = declared  # type: ignore[attr-defined]
         return function
 
@@ -92,6 +94,9 @@ calculation = tool(
 
 
 class Toolkit:
+    words: ClassVar[Mapping[str, str]] = {}
+    """Descriptions of parameters, by name, for tools that give no other."""
+
     def __init__(self, db: Database) -> None:
         self.db = db
 
@@ -122,16 +127,16 @@ def _tools_of(toolkit: type[Toolkit]) -> Mapping[str, ToolInfo]:
     for base in reversed(toolkit.__mro__):
         functions.update(vars(base))
     marked = {name: f for name, f in functions.items() if hasattr(f, "__tau_tool__")}
-    return {name: _info(name, function) for name, function in marked.items()}
+    return {name: _info(name, function, toolkit.words) for name, function in marked.items()}
 
 
-def _info(name: str, function: Callable[..., Any]) -> ToolInfo:
+def _info(name: str, function: Callable[..., Any], known: Mapping[str, str]) -> ToolInfo:
     declared: _Declared = function.__tau_tool__  # type: ignore[attr-defined]
     hints = get_type_hints(function)
     fields: dict[str, Any] = {}
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         default = ... if parameter.default is parameter.empty else parameter.default
-        words = declared.parameters.get(parameter.name)
+        words = declared.parameters.get(parameter.name, known.get(parameter.name))
         field = default if words is None else Field(default, description=words)
         fields[parameter.name] = (declared.types.get(parameter.name, hints[parameter.name]), field)
     description = {

@@ -31,17 +31,23 @@ _MOST_SECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class Request:
+class FrameLimits:
+    """Which frames are shown, and what decoding them may take. See `Video.Config`."""
+
+    count: int = 8  # maximum number of frames
+    every: float | None = None
+    side: int = 448  # longest side of a frame in pixels; smaller ones stay as they are
+    max_pixels: int = 40_000_000  # maximum width times height in the file
+    cpu_seconds: int = 20  # limit of the process
+    memory_mb: int = 1024
+
+
+@dataclass(frozen=True)
+class Request(FrameLimits):
     """A request for frames of one video."""
 
-    start: float  # of the part, in seconds
-    end: float | None  # None: the video's
-    count: int  # maximum number of frames
-    every: float | None
-    side: int  # longest side of a frame in pixels; smaller ones stay as they are
-    max_pixels: int  # maximum width times height in the file
-    cpu_seconds: int  # limit of the process
-    memory_mb: int
+    start: float = 0.0  # of the part, in seconds
+    end: float | None = None  # None: the video's
 
 
 class Refused(Exception):

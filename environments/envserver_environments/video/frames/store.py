@@ -28,7 +28,7 @@ from envserver_records.extras import missing_module_hint
 from envserver import Caller, ConfigError, InputError, ServiceError
 from envserver.rows.sources import natural
 
-from .decoding import Request, moments
+from .decoding import FrameLimits, Request, moments
 
 SUFFIXES = (".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".ts", ".mpg", ".flv", ".ogv", ".wmv")
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -40,18 +40,6 @@ _START_SECONDS = 10
 
 Frame = tuple[float, str]
 """Its time in seconds, and its `data:` address."""
-
-
-@dataclass(frozen=True)
-class FrameLimits:
-    """Which frames are shown, and what decoding them may take. See `Video.Config`."""
-
-    count: int = 8
-    every: float | None = None
-    side: int = 448
-    max_pixels: int = 40_000_000
-    cpu_seconds: int = 20
-    memory_mb: int = 1024
 
 
 @dataclass(frozen=True)
@@ -147,7 +135,7 @@ class FrameStore:
     async def _pictures(self, files: list[Path], t0: float, t1: float | None) -> Shown:
         rate = self._pictures_per_second
         seconds, last = len(files) / rate, len(files) - 1
-        request = Request(t0, t1, **asdict(self._limits))
+        request = Request(**asdict(self._limits), start=t0, end=t1)
         times = moments(seconds, request) if t0 < seconds else []
         numbers = list(dict.fromkeys(min(int(time * rate), last) for time in times))
         names = (str(files[number].relative_to(self._folder)) for number in numbers)

@@ -1,69 +1,19 @@
-"""Removes the expected answers from tests, so that the tested code cannot read them. Pure.
+"""Expected answers, which `veiling` takes out of tests: no tested code can read them. Pure.
 
-    assert total([1, 2]) == 3      ->   seen(total([1, 2]))       and Answer("==", 3)
-    assert not closed(door)        ->   seen(closed(door))        and Answer("is", False)
-
-Values are compared outside of the sandbox, if they are of exact built-in types: an object that
-equals everything, a patched `assert` or a forged report gains nothing. An object of another class
-is compared in the sandbox with the answer among decoys, each several times, in a random order.
+Values are compared outside of the sandbox, if they are of built-in types: an object that equals
+everything, a patched `assert` or a forged report gains nothing. An object of another class is
+compared in the sandbox with the answer among decoys, each several times, in a random order.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .judging import DECOYS, decoys, mixed
-
-
-class NotHoistable(ValueError):
-    """A test's assertion has an answer that is not a literal, or may run repeatedly."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The condition of one assertion on the value: `value OPERATOR literal`."""
-
-    operator: str
-    literal: Any
-
-    def accepts(self, value: Any) -> bool:
-        """Returns whether the test passes with `value`, which is of exact built-in types."""
-        match self.operator:
-            case "==" | "is":
-                return same(value, self.literal)
-            case "in":
-                return any(same(value, item) for item in self.literal)
-            case "!=" | "is not":
-                return not same(value, self.literal)
-        if type(value) not in (int, float) or type(self.literal) not in (int, float):
-            return False
-        return bool(_CHECKS[self.operator](value, self.literal))
-
-
-@dataclass(frozen=True)
-class HoistedTests:
-    """A module without answers, and those of each of its tests, by `name` or `Class::name`."""
-
-    source: str
-    answers: dict[str, tuple[Answer, ...]]
-
-
-def hoist(source: str, seen: str) -> HoistedTests:
-    module = ast.parse(source)
-    answers: dict[str, tuple[Answer, ...]] = {}
-    for prefix, body in _bodies(module):
-        for function in body:
-            if isinstance(function, ast.FunctionDef) and function.name.startswith("test"):
-                answers[prefix + function.name] = _hoisted(function, seen)
-    left = [node.lineno for node in ast.walk(module) if isinstance(node, ast.Assert)]
-    if left:
-        raise NotHoistable(f"the assertion in line {left[0]} is not directly in a test")
-    return HoistedTests(ast.unparse(ast.fix_missing_locations(module)) + "\n", answers)
+from .judging import DECOYS, OPERATIONS, decoys, mixed
 
 
 def same(left: Any, right: Any) -> bool:
@@ -101,44 +51,20 @@ OPERATORS: dict[type[ast.cmpop], str] = {
 }  # fmt: skip
 
 
-def _bodies(module: ast.Module) -> list[tuple[str, list[ast.stmt]]]:
-    classes = [node for node in module.body if isinstance(node, ast.ClassDef)]
-    return [("", module.body), *((f"{node.name}::", node.body) for node in classes)]
-
-
-def _hoisted(function: ast.FunctionDef, seen: str) -> tuple[Answer, ...]:
-    answers: list[Answer] = []
-    for place, statement in enumerate(function.body):
-        if isinstance(statement, ast.Assert):
-            value, answer = _answer(statement.test)
-            call = ast.Call(ast.Name(seen, ast.Load()), [value], [])
-            function.body[place] = ast.copy_location(ast.Expr(call), statement)
-            answers.append(answer)
-    if not answers:
-        raise NotHoistable(f"{function.name} asserts nothing")
-    return tuple(answers)
-
-
-def _answer(test: ast.expr) -> tuple[ast.expr, Answer]:
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return test.operand, Answer("is", False)
-    if not isinstance(test, ast.Compare):
-        return test, Answer("is", True)
-    symbol = OPERATORS.get(type(test.ops[0]))
-    if len(test.ops) != 1 or symbol is None:
-        raise NotHoistable(f"the comparison in line {test.lineno} is of no known kind")
-    try:
-        return test.left, Answer(symbol, ast.literal_eval(test.comparators[0]))
-    except ValueError as error:
-        raise NotHoistable(f"the answer in line {test.lineno} is not a literal") from error
-
-
 _CHECKS: dict[str, Callable[[Any, Any], Any]] = {
-    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
-    ">=": operator.ge, "is": same, "is not": lambda value, literal: not same(value, literal),
+    **OPERATIONS,
+    "is": same,
+    "is not": lambda value, literal: not same(value, literal),
     "in": lambda value, literal: value in literal,
-    "contains": lambda value, literal: literal in value,
-}  # fmt: skip
+}
+_EXACT: dict[str, Callable[[Any, Any], Any]] = {
+    "==": same,
+    "is": same,
+    "!=": lambda value, literal: not same(value, literal),
+    "is not": lambda value, literal: not same(value, literal),
+    "in": lambda value, literal: any(same(value, item) for item in literal),
+}
+"""Checks that compare types, too, at all levels; those of order are of numbers only."""
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 _below = secrets.randbelow
 _STRANGERS = ("no such text", ("no", "such", "row"), b"no such bytes")
@@ -147,13 +73,20 @@ _LONG = 500
 
 
 @dataclass(frozen=True)
-class VeiledAnswer:
-    """The condition of an assertion: `value OPERATOR literal`, as Python means it."""
+class Answer:
+    """The condition of an assertion: `value OPERATOR literal`, as Python means it or, if `exact`,
+    only for a value of the literal's type."""
 
     operator: str
     literal: Any
+    exact: bool = False
 
     def accepts(self, value: Any) -> bool:
+        if self.exact and self.operator in _EXACT:
+            return bool(_EXACT[self.operator](value, self.literal))
+        ordered = self.operator != "contains"
+        if self.exact and ordered and not {type(value), type(self.literal)} <= {int, float}:
+            return False
         try:
             return bool(_CHECKS[self.operator](value, self.literal))
         except (TypeError, ValueError):
