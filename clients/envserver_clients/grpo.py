@@ -91,7 +91,8 @@ def _lead(
     with ExitStack() as stack:
         source, client = open_source(settings, stack)
         metrics = stack.enter_context(_metrics(settings, saved.step, console))
-        stack.callback(_draw, settings)
+        lines = settings.output / "metrics.jsonl"
+        stack.callback(draw, [lines], settings.output / "curves.png")
         publisher = stack.enter_context(Publisher(settings, learner.policy, client))
         source.resume(saved)
         now = replace(saved, version=publisher.first_version(saved.version))
@@ -227,10 +228,6 @@ def _metrics(settings: TrainerSettings, step: int, console: Console) -> Metrics:
         writers.append(Tracked(opened, named))
     earlier = [line["reward_mean"] for line in lines.kept if "reward_mean" in line]
     return Metrics(writers, window=settings.window, earlier=earlier)
-
-
-def _draw(settings: TrainerSettings) -> None:
-    draw([settings.output / "metrics.jsonl"], settings.output / "curves.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

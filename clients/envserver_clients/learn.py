@@ -49,6 +49,7 @@ _PICTURE_WIDTH: Final = 60
 
 
 _TICK_SECONDS: Final = 0.2
+_MOST_RESTARTS: Final = 5
 _SECONDS_TO_END: Final = 20.0
 
 Command = Callable[[], Sequence[str]]
@@ -63,11 +64,8 @@ class Children:
     has their ids.
     """
 
-    def __init__(
-        self, folder: Path, *, restarts: int = 5, environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, *, environment: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        self._restarts = restarts
         self._variables = {**os.environ, **(environment or {})}
         self._commands: dict[str, tuple[Command, bool]] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
@@ -113,7 +111,7 @@ class Children:
 
     def _again(self, name: str, status: int) -> None:
         self._died[name] = self._died.get(name, 0) + 1
-        if self._died[name] > self._restarts:
+        if self._died[name] > _MOST_RESTARTS:
             raise EnvserverError(
                 f"The {name} died {self._died[name]} times (last: {status}).",
                 hint=self._last_words(name),

@@ -14,7 +14,6 @@ complete is not repeated.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from envserver_records import EnvserverError
-from envserver_records.files import replace_file
+from envserver_records.files import replace_file, sha256_of
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
@@ -204,10 +203,7 @@ def summarize(output: Path, tasks: Sequence[Task], console: Console) -> None:
     replace_file(output / "proof.json", json.dumps(found, indent=1) + "\n", sync=False)
     draw_held_out(output, tasks, output / "proof.png")
     files = sorted(output.glob(f"*/{HELD_OUT}")) + sorted(output.glob("*/metrics.jsonl"))
-    sums = [
-        (hashlib.sha256(one.read_bytes()).hexdigest(), one.relative_to(output)) for one in files
-    ]
-    text = "".join(f"{digest}  {path}\n" for digest, path in sums)
+    text = "".join(f"{sha256_of(file)}  {file.relative_to(output)}\n" for file in files)
     replace_file(output / "SHA256SUMS", text, sync=False)
 
 

@@ -7,14 +7,16 @@ whole; an error removes it. With `sync` content and name survive a loss of power
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
-from .errors import ConfigError, StoreError, StoreFull
+from .errors import ConfigError, InputError, StoreError, StoreFull
 
 PARTIAL_FILES: Final = ".*.partial"
 """Pattern of the files that killed processes leave behind."""
@@ -63,6 +65,23 @@ def replacing_path(path: Path, *, sync: bool = True) -> Iterator[Path]:
             sync_path(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a file with a JSON object. Raises InputError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} cannot be read: it is not a JSON object.", place=str(path))
+    return found
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file's content in hexadecimal. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_folder(made: Path, place: Path, aside: Path) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from envserver_records.extras import install_command
 
 _DESCRIPTION = "The engine's command-line options."
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +30,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     trust_remote_code: bool = False
     default_chat_template_kwargs: dict[str, Any] = {}
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    logprobs_mode: LogprobsMode = "raw_logprobs"
 
     @property
     def name(self) -> str:
@@ -38,32 +39,33 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse(arguments: list[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
-        prog="python -m envserver_local", description=_DESCRIPTION, allow_abbrev=False
+        prog="python -m envserver_local",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add("--model", required=True, help="a folder, or a name on the hub")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, default=8000, help="0 takes a free one")
-    add("--served-model-name", default="", help="what requests call it (default: --model)")
-    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    add("--device", default="auto", help="cpu, cuda, mps (default: what there is)")
-    add("--max-model-len", type=int, default=0, help="tokens of prompt and answer together")
-    add("--max-batch-size", type=int, default=64, help="answers sampled at the same time")
-    add("--kv-cache-gib", type=float, default=4.0, help="memory for keys and values")
+    add("--host")
+    add("--port", type=int, help="0 takes a free one")
+    add("--served-model-name", help="what requests call it (default: --model)")
+    add("--dtype", choices=get_args(Dtype))
+    add("--device", help="cpu, cuda, mps (default: what there is)")
+    add("--max-model-len", type=int, help="tokens of prompt and answer together")
+    add("--max-batch-size", type=int, help="answers sampled at the same time")
+    add("--kv-cache-gib", type=float, help="memory for keys and values")
     add("--load-in-4bit", action="store_true", help="by bitsandbytes")
     add("--enable-lora", action="store_true", help="adapters may be loaded while it runs")
-    add("--threads", type=int, default=0, help="of torch (default: its own choice)")
+    add("--threads", type=int, help="of torch (default: its own choice)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add(
         "--default-chat-template-kwargs",
         type=json.loads,
-        default={},
         help="template variables of every request, as JSON",
     )
     add(
         "--logprobs-mode",
-        choices=["raw_logprobs", "processed_logprobs"],
-        default="raw_logprobs",
+        choices=get_args(LogprobsMode),
         help="of sampled tokens: the model's own, or those after temperature and filters",
     )
     return Options(**vars(parser.parse_args(arguments)))

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from envserver_records.errors import EngineRefused
@@ -17,13 +16,18 @@ from envserver_records.records import Message
 
 from envserver.models.parsers import FORMATS, Tools, detect_format
 
-from .simulated import tokenizer
-from .text import Ranked, Row, Text
-
-Unit = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
+from .simulated.requests import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Sampled,
+    StreamOptions,
+    Top,
+    check_sampling,
+)
+from .simulated.responses import Json, ranked
+from .simulated.tokenizer import refusal
+from .text import Row, Text
 
 _FOREIGN = (
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -32,63 +36,10 @@ _FOREIGN = (
 )
 
 
-class Sampled(tokenizer.Sampled, kw_only=True):
-    """Fields of all sampling endpoints; None: the value of the model's generation config."""
-
-    top_p: Unit | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    min_p: Share | None = None
-    repetition_penalty: Positive | None = None
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = 0
-    ignore_eos: bool | None = False
-    skip_special_tokens: bool | None = True
-    max_tokens: tokenizer.Length | None = None
-
-
-class Body(Sampled, kw_only=True):
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: tokenizer.StreamOptions | None = None
-    max_completion_tokens: tokenizer.Length | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-
-    @property
-    def limit(self) -> int | None:
-        """Maximum number of tokens of an answer; None: as many as the context leaves."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-class ChatBody(Body, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    logprobs: bool | None = False
-    top_logprobs: tokenizer.Top | None = 0
-    continue_final_message: bool | None = False
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[Any] | None = None
-    reasoning_effort: str | None = None
-
-
-class CompletionBody(Body, kw_only=True):
-    prompt: Any
-    max_tokens: tokenizer.Length | None = 16
-    logprobs: tokenizer.Top | bool | None = None
-    echo: bool | None = False
-    add_special_tokens: bool = True
-
-
 class SamplingParams(Sampled, kw_only=True):
     """`logprobs`: number of alternatives, None for none."""
 
-    logprobs: tokenizer.Top | None = None
+    logprobs: Top | None = None
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
@@ -99,7 +50,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = False
     output_mode: str = "tokens"
     stream: bool | None = False
-    stream_options: tokenizer.StreamOptions | None = None
+    stream_options: StreamOptions | None = None
 
 
 class LoraBody(msgspec.Struct, kw_only=True):
@@ -129,31 +80,16 @@ class FinishBody(msgspec.Struct, kw_only=True):
     weight_version: str | None = None
 
 
-class TokenizeBody(tokenizer.TokenizeBody, kw_only=True):
-    """Add special tokens to plain text, as vLLM does by default."""
-
-    add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-
-
 def check(body: Body) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise _refused("Stream options need `stream`.", "stream_options")
-    if body.temperature == 0 and (body.n or 1) > 1:
-        raise _refused("`n` must be 1 when the temperature is 0.", "n")
-    if body.stream and body.prompt_logprobs is not None:
-        raise _refused("Prompt logprobs cannot be streamed.", "prompt_logprobs")
+    check_sampling(body)
     if isinstance(body, CompletionBody):
         if body.stream and body.echo:
-            raise _refused("An echo cannot be streamed.", "echo")
-    elif isinstance(body, ChatBody):
-        if body.top_logprobs and not body.logprobs:
-            raise _refused("`top_logprobs` needs `logprobs`.", "top_logprobs")
-        if body.tool_choice not in (None, "none", "auto"):
-            raise _refused(
-                "The local engine cannot force a call: `tool_choice` is auto or none.",
-                "tool_choice",
-            )
+            raise refusal("An echo cannot be streamed.", param="echo")
+    elif isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
+        raise refusal(
+            "The local engine cannot force a call: `tool_choice` is auto or none.",
+            param="tool_choice",
+        )
 
 
 def refuse_foreign(body: Any) -> None:
@@ -169,13 +105,9 @@ def refuse_foreign(body: Any) -> None:
 
 
 def _foreign(name: str) -> EngineRefused:
-    return _refused(
-        f"The local engine has no `{name}`. Leave it out, or serve the model with vLLM.", name
+    return refusal(
+        f"The local engine has no `{name}`. Leave it out, or serve the model with vLLM.", param=name
     )
-
-
-def _refused(words: str, param: str) -> EngineRefused:
-    return EngineRefused(words, status=400, param=param)
 
 
 class CallReader:
@@ -211,9 +143,6 @@ class CallReader:
         return content, [call.message() for call in calls]
 
 
-Json = dict[str, Any]
-
-
 def head(prefix: str, kind: str, model: str) -> Json:
     return {
         "id": f"{prefix}-{uuid.uuid4().hex}",
@@ -221,46 +150,6 @@ def head(prefix: str, kind: str, model: str) -> Json:
         "created": int(time.time()),
         "model": model,
     }
-
-
-def usage(prompts: Sequence[Sequence[int]], rows: Sequence[Row]) -> Json:
-    asked, said = sum(map(len, prompts)), sum(len(row.ids) for row in rows)
-    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
-
-
-def ranked(row: Row, start: int, end: int) -> list[Ranked]:
-    """For each token its id and logprob, then the requested number of most likely ones."""
-    if not row.sampling.top_logprobs:
-        return [[pair] for pair in zip(row.ids[start:end], row.logprobs[start:end], strict=True)]
-    found = []
-    for place in range(start, end):
-        token = row.ids[place]
-        others = [pair for pair in row.tops[place] if pair[0] != token]
-        found.append([(token, row.logprobs[place]), *others])
-    return found
-
-
-def chat_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    """Logprobs in the format of chat completions, the most likely first."""
-
-    def entry(index: int, logprob: float) -> Json:
-        name = text.name(index)
-        return {
-            "token": f"token_id:{index}" if as_ids else name,
-            "logprob": logprob,
-            "bytes": list(name.encode()),
-        }
-
-    content = []
-    for place in range(start, end):
-        tops = row.tops[place] if row.sampling.top_logprobs else []
-        content.append(
-            {
-                **entry(row.ids[place], row.logprobs[place]),
-                "top_logprobs": [entry(*pair) for pair in tops],
-            }
-        )
-    return {"content": content}
 
 
 def token_logprobs(row: Row, start: int, end: int) -> Json:
@@ -274,70 +163,4 @@ def token_logprobs(row: Row, start: int, end: int) -> Json:
             {**entry(*tokens[0]), "top_logprobs": [entry(*pair) for pair in tokens]}
             for tokens in ranked(row, start, end)
         ]
-    }
-
-
-def completion_logprobs(text: Text, row: Row, start: int, end: int, *, as_ids: bool) -> Json:
-    name = _named(text, as_ids)
-    return _columns(
-        [name(index) for index in row.ids[start:end]],
-        list(row.logprobs[start:end]),
-        [{name(index): value for index, value in one} for one in ranked(row, start, end)],
-    )
-
-
-def echoed_logprobs(text: Text, row: Row, *, as_ids: bool) -> Json:
-    """Logprobs of prompt and answer in the same format; the first token has none."""
-    name = _named(text, as_ids)
-    own = completion_logprobs(text, row, 0, len(row.ids), as_ids=as_ids)
-    scored = row.scored or []
-    return _columns(
-        [name(index) for index in row.prompt] + own["tokens"],
-        [None, *(one[0][1] for one in scored), *own["token_logprobs"]],
-        [
-            None,
-            *({name(index): value for index, value in one} for one in scored),
-            *own["top_logprobs"],
-        ],
-    )
-
-
-def prompt_logprobs(text: Text, row: Row) -> list[Json | None] | None:
-    """Logprobs of the prompt's tokens by id, None for the first; None if not requested."""
-    if row.scored is None:
-        return None
-    found: list[Json | None] = [None]
-    for one in row.scored:
-        ranks = {index: rank for rank, (index, _) in enumerate(sorted(one, key=_falling), start=1)}
-        found.append(
-            {
-                str(index): {
-                    "logprob": value,
-                    "rank": ranks[index],
-                    "decoded_token": text.name(index),
-                }
-                for index, value in one
-            }
-        )
-    return found
-
-
-def _falling(pair: tuple[int, float]) -> float:
-    return -pair[1]
-
-
-def _named(text: Text, as_ids: bool) -> Any:
-    return (lambda index: f"token_id:{index}") if as_ids else text.name
-
-
-def _columns(tokens: list[str], logprobs: list[Any], tops: list[Any]) -> Json:
-    offsets, end = [], 0
-    for token in tokens:
-        offsets.append(end)
-        end += len(token)
-    return {
-        "text_offset": offsets,
-        "token_logprobs": logprobs,
-        "tokens": tokens,
-        "top_logprobs": tops,
     }

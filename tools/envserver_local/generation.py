@@ -30,12 +30,12 @@ from transformers import PreTrainedModel
 
 from . import kv_cache
 from .kv_cache import Place, Prefixes, SlotCache
-from .text import PauseMode, Ranked, Row, Scheduler, Text
+from .simulated.responses import Ranked
+from .simulated.tokenizer import mixed_bits
+from .text import PauseMode, Row, Scheduler, Text
 from .weights import Adapters
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class Settings:
@@ -64,15 +64,8 @@ def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
     """A number in [0, 1) for each pair of seed and place: splitmix64, 53 bits of it."""
     with np.errstate(over="ignore"):
         mixed = seeds + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-        mixed = _mixed(_mixed(mixed) + _GOLDEN)
+        mixed = mixed_bits(mixed_bits(mixed) + _GOLDEN)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mixed(value: np.ndarray) -> np.ndarray:
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    mixed: np.ndarray = value ^ (value >> np.uint64(31))
-    return mixed
 
 
 def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -> torch.Tensor:

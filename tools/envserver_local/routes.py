@@ -11,30 +11,52 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from envserver_records.errors import EngineRefused
 
 from . import bodies
-from .bodies import CallReader, ChatBody, CompletionBody, GenerateBody, Sampled, TokenizeBody
+from .bodies import CallReader, GenerateBody
 from .bodies import check as check_body
 from .generation import Runner
-from .simulated.tokenizer import DetokenizeBody, read
+from .simulated.requests import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Sampled,
+    TokenizeBody,
+    read,
+)
+from .simulated.responses import (
+    Json,
+    chat_facts,
+    chat_logprobs,
+    chat_starts,
+    chat_whole,
+    completion_facts,
+    completion_whole,
+    prompt_logprobs,
+    usage,
+    usage_chunk,
+)
 from .text import Growing, Row, Sampling, Text
 from .weights import Adapter, Adapters
 
 
 class Progress(NamedTuple):
-    """The tokens `start` to `end` of choice `number` are new; `finish`: it has ended, and why."""
+    """The tokens `start` to `end` of choice `number` are new; `finish`: it has ended, and why.
+    `first`: nothing of any choice came before."""
 
     number: int
     row: Row
     start: int
     end: int
     finish: str | None
+    first: bool
 
 
 class Asking:
@@ -93,14 +115,25 @@ class Asking:
                 param="prompt",
             )
 
-    def sampling(
-        self, body: Sampled, prompt: Sequence[int], *, limit: int | None, top: int, raw: bool
-    ) -> Sampling:
-        """The sampling settings of `body` for `prompt`.
+    def rows(
+        self,
+        body: Sampled,
+        prompt: list[int],
+        adapter: Adapter | None,
+        *,
+        limit: int | None,
+        top: int | None,
+        scored: int | None,
+        raw: bool = False,
+        eager: bool | None,
+    ) -> list[Row]:
+        """A row for each of the answers to `prompt` that `body` asks for.
 
-        `limit`: maximum number of tokens of the answer, None: all that the context leaves. `top`:
-        number of most likely tokens to return. `raw`: special tokens are returned as text.
+        `limit`: maximum number of tokens of an answer, None: all that the context leaves. `top`:
+        number of most likely tokens to return; `scored`: the same for the prompt. `raw`: special
+        tokens are returned as text.
         """
+        self.check_prompt(prompt)
         room = self.most_tokens - len(prompt)
         if limit is not None and limit > room:
             raise EngineRefused(
@@ -110,12 +143,11 @@ class Asking:
                 param="max_tokens",
             )
         bias = {self._id(name): value for name, value in (body.logit_bias or {}).items()}
-        enders: dict[int, int | None] = dict.fromkeys(body.stop_token_ids or ())
-        enders = {index: index for index in enders}
+        enders: dict[int, int | None] = {index: index for index in body.stop_token_ids or ()}
         if not body.ignore_eos:
             enders |= self.text.enders
         allowed = body.allowed_token_ids
-        return Sampling(
+        sampling = Sampling(
             max_tokens=room if limit is None else limit,
             temperature=self._setting(body, "temperature", 1.0),
             top_p=self._setting(body, "top_p", 1.0),
@@ -132,9 +164,13 @@ class Asking:
             keep_stop=bool(body.include_stop_str_in_output),
             skip_special_tokens=not raw and body.skip_special_tokens is not False,
             min_tokens=body.min_tokens or 0,
-            top_logprobs=top,
-            prompt_logprobs=body.prompt_logprobs,
+            top_logprobs=top or 0,
+            prompt_logprobs=scored,
         )
+        return [
+            Row(prompt, one, adapter=adapter, eager=bool(eager))
+            for one in sampling.times(body.n or 1)
+        ]
 
     @asynccontextmanager
     async def running(self, rows: Sequence[Row]) -> AsyncIterator[Callable[[], Any]]:
@@ -156,12 +192,6 @@ class Asking:
             if any(row.finish is None for row in rows):
                 self.runner.abort(rows)
 
-    async def whole(self, rows: Sequence[Row]) -> None:
-        async with self.running(rows) as wait:
-            while any(row.finish is None for row in rows):
-                await wait()
-        check(rows)
-
     async def progress(self, rows: Sequence[Row]) -> AsyncGenerator[Progress]:
         """Runs rows; yields what each step added to one, until all have ended. If it is closed
         earlier, the rows leave the batch."""
@@ -176,10 +206,11 @@ class Asking:
                     finish, end = row.finish, len(row.logprobs)
                     if end == start and finish is None:
                         continue
+                    first = not any(sent) and len(left) == len(rows)
                     sent[index] = end
                     if finish is not None:
                         left.discard(index)
-                    yield Progress(index, row, start, end, finish)
+                    yield Progress(index, row, start, end, finish, first)
 
     def _setting(self, body: Sampled, name: str, plain: float) -> float:
         value = getattr(body, name)
@@ -204,63 +235,70 @@ def check(rows: Sequence[Row]) -> None:
             raise EngineRefused(f"The engine failed: {row.error}", status=500)
 
 
-Json = dict[str, Any]
+B = TypeVar("B", ChatBody, CompletionBody, GenerateBody)
 
 
-class Chat:
+class Endpoint(ABC, Generic[B]):
+    """Answers requests of one kind, whole or in chunks."""
+
     def __init__(self, asking: Asking, calls: CallReader) -> None:
         self._asking = asking
         self._text = asking.text
         self._calls = calls
 
-    def prompt_ids(self, body: ChatBody) -> list[int]:
-        return self._text.encode(
-            self._text.prompt_text(body.messages, body.tools, msgspec.structs.asdict(body))
-        )
+    @abstractmethod
+    def rows(self, body: B) -> list[Row]:
+        """The rows of all prompts, in order."""
 
+    async def whole(self, body: B) -> Json:
+        rows = self.rows(body)
+        async with self._asking.running(rows) as wait:
+            while any(row.finish is None for row in rows):
+                await wait()
+        check(rows)
+        return self._whole(body, rows)
+
+    async def chunks(self, body: B, rows: Sequence[Row]) -> AsyncIterator[Json]:
+        head = self._head(body, stream=True)
+        for chunk in self._starts(body, head, rows):
+            yield chunk
+        growing = [Growing(self._text, row) for row in rows]
+        async with aclosing(self._asking.progress(rows)) as steps:
+            async for step in steps:
+                yield {**head, **self._chunk(body, step, growing[step.number])}
+        n = body.sampling_params.n if isinstance(body, GenerateBody) else body.n
+        for chunk in usage_chunk(body, head, rows, n or 1):
+            yield chunk
+
+    @abstractmethod
+    def _head(self, body: B, *, stream: bool = False) -> Json: ...
+
+    @abstractmethod
+    def _whole(self, body: B, rows: Sequence[Row]) -> Json: ...
+
+    def _starts(self, body: B, head: Json, rows: Sequence[Row]) -> Iterable[Json]:
+        """The chunks before the first token."""
+        return ()
+
+    @abstractmethod
+    def _chunk(self, body: B, step: Progress, growing: Growing) -> Json: ...
+
+
+class Chat(Endpoint[ChatBody]):
     def rows(self, body: ChatBody) -> list[Row]:
         check_body(body)
         adapter = self._asking.adapter(body.model)
-        prompt = self.prompt_ids(body)
-        self._asking.check_prompt(prompt)
-        sampling = self._asking.sampling(
+        fields = msgspec.structs.asdict(body)
+        return self._asking.rows(
             body,
-            prompt,
+            self._text.encode(self._text.prompt_text(body.messages, body.tools, fields)),
+            adapter,
             limit=body.limit,
-            top=(body.top_logprobs or 0) if body.logprobs else 0,
+            top=body.top_logprobs if body.logprobs else 0,
+            scored=body.prompt_logprobs,
             raw=self._calls.free(body),
+            eager=body.stream,
         )
-        eager = bool(body.stream)
-        return [
-            Row(prompt, one, adapter=adapter, eager=eager) for one in sampling.times(body.n or 1)
-        ]
-
-    async def whole(self, body: ChatBody) -> Json:
-        rows = self.rows(body)
-        await self._asking.whole(rows)
-        prompt = rows[0].prompt
-        return {
-            **bodies.head("chatcmpl", "chat.completion", body.model or self._asking.model),
-            "choices": [self._choice(body, index, row) for index, row in enumerate(rows)],
-            "usage": bodies.usage([prompt], rows),
-            "prompt_logprobs": bodies.prompt_logprobs(self._text, rows[0]),
-            "prompt_token_ids": prompt if body.return_token_ids else None,
-        }
-
-    async def chunks(self, body: ChatBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        head = bodies.head("chatcmpl", "chat.completion.chunk", body.model or self._asking.model)
-        for index in range(len(rows)):
-            role = {"role": "assistant", "content": ""}
-            first = {"index": index, "delta": role, "logprobs": None, "finish_reason": None}
-            ids = {"prompt_token_ids": rows[0].prompt} if body.return_token_ids else {}
-            yield {**head, "choices": [first], **ids}
-        may_call = self._calls.free(body)
-        growing = [None if may_call else Growing(self._text, row) for row in rows]
-        async with aclosing(self._asking.progress(rows)) as steps:
-            async for step in steps:
-                yield {**head, "choices": [self._delta(body, step, growing[step.number])]}
-        if body.stream_options and body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": bodies.usage([rows[0].prompt], rows)}
 
     def message(self, body: ChatBody, text: str) -> Json:
         message: Json = {"role": "assistant", "content": text}
@@ -271,39 +309,34 @@ class Chat:
                 message["tool_calls"] = calls
         return message
 
-    def facts(self, body: ChatBody, row: Row, start: int, end: int) -> Json:
-        """Ids, logprobs and other facts about tokens `start` to `end` of a choice."""
-        facts: Json = {"logprobs": None}
-        if body.logprobs:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            facts["logprobs"] = bodies.chat_logprobs(self._text, row, start, end, as_ids=as_ids)
-        if body.return_token_ids:
-            facts["token_ids"] = row.ids[start:end]
-        return facts
+    def _head(self, body: ChatBody, *, stream: bool = False) -> Json:
+        kind = "chat.completion.chunk" if stream else "chat.completion"
+        return bodies.head("chatcmpl", kind, body.model or self._asking.model)
 
-    def _choice(self, body: ChatBody, index: int, row: Row) -> Json:
-        message = self.message(body, self._text.answer(row))
-        return {
-            "index": index,
-            "message": message,
-            **self.facts(body, row, 0, len(row.ids)),
-            "finish_reason": "tool_calls" if message.get("tool_calls") else row.finish,
-            "stop_reason": row.stop_reason,
-        }
+    def _whole(self, body: ChatBody, rows: Sequence[Row]) -> Json:
+        messages = [self.message(body, self._text.answer(row)) for row in rows]
+        ends = [
+            "tool_calls" if message.get("tool_calls") else row.finish
+            for message, row in zip(messages, rows, strict=True)
+        ]
+        return chat_whole(self._text, body, self._head(body), rows, messages, ends)
 
-    def _delta(self, body: ChatBody, step: Progress, growing: Growing | None) -> Json:
+    def _starts(self, body: ChatBody, head: Json, rows: Sequence[Row]) -> Iterable[Json]:
+        return chat_starts(body, head, rows)
+
+    def _chunk(self, body: ChatBody, step: Progress, growing: Growing) -> Json:
         row, finish = step.row, step.finish
-        if growing is not None:
+        if not self._calls.free(body):
             text = growing.more()
-            delta = {"content": text} if text else {}
+            delta: Json = {"content": text} if text else {}
         else:
             delta = {} if finish is None else self._whole_delta(body, row)
         choice: Json = {"index": step.number, "delta": delta, "finish_reason": None}
-        choice |= self.facts(body, row, step.start, step.end)
+        choice |= chat_facts(self._text, body, row, step.start, step.end)
         if finish is not None:
             choice["finish_reason"] = "tool_calls" if delta.get("tool_calls") else finish
             choice["stop_reason"] = row.stop_reason
-        return choice
+        return {"choices": [choice]}
 
     def _whole_delta(self, body: ChatBody, row: Row) -> Json:
         """A whole message as one delta, for answers that may contain calls."""
@@ -316,52 +349,47 @@ class Chat:
         return delta
 
 
-class Completions:
-    def __init__(self, asking: Asking) -> None:
-        self._asking = asking
-        self._text = asking.text
-
+class Completions(Endpoint[CompletionBody]):
     def rows(self, body: CompletionBody) -> list[Row]:
-        """The rows of all prompts, in order, `n` for each."""
         check_body(body)
         adapter = self._asking.adapter(body.model)
-        rows = []
-        for prompt in self._prompts(body):
-            self._asking.check_prompt(prompt)
-            top = int(body.logprobs) if body.logprobs else 0
-            sampling = self._asking.sampling(body, prompt, limit=body.limit, top=top, raw=False)
-            if body.echo and body.logprobs is not None and sampling.prompt_logprobs is None:
-                sampling = msgspec.structs.replace(sampling, prompt_logprobs=top)
-            for one in sampling.times(body.n or 1):
-                rows.append(Row(prompt, one, adapter=adapter, eager=bool(body.stream)))
-        return rows
+        top, scored = int(body.logprobs or 0), body.prompt_logprobs
+        if body.echo and body.logprobs is not None and scored is None:
+            scored = top
+        return [
+            row
+            for prompt in self._prompts(body)
+            for row in self._asking.rows(
+                *(body, prompt, adapter),
+                limit=body.limit,
+                top=top,
+                scored=scored,
+                eager=body.stream,
+            )
+        ]
 
-    async def whole(self, body: CompletionBody) -> Json:
-        rows = self.rows(body)
-        await self._asking.whole(rows)
-        return {
-            **bodies.head("cmpl", "text_completion", body.model or self._asking.model),
-            "choices": [self._choice(body, index, row) for index, row in enumerate(rows)],
-            "usage": self._usage(body, rows),
+    def _head(self, body: CompletionBody, *, stream: bool = False) -> Json:
+        return bodies.head("cmpl", "text_completion", body.model or self._asking.model)
+
+    def _whole(self, body: CompletionBody, rows: Sequence[Row]) -> Json:
+        texts = [
+            (self._text.decode(row.prompt, skip_special=True) if body.echo else "")
+            + self._text.answer(row)
+            for row in rows
+        ]
+        return completion_whole(self._text, body, self._head(body), rows, texts)
+
+    def _chunk(self, body: CompletionBody, step: Progress, growing: Growing) -> Json:
+        choice = {
+            "index": step.number,
+            "text": growing.more(),
+            **completion_facts(self._text, body, step.row, step.start, step.end),
+            "finish_reason": step.finish,
+            "stop_reason": step.row.stop_reason,
         }
-
-    async def chunks(self, body: CompletionBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
-        head = bodies.head("cmpl", "text_completion", body.model or self._asking.model)
-        growing = [Growing(self._text, row) for row in rows]
-        async with aclosing(self._asking.progress(rows)) as steps:
-            async for index, row, start, end, finish in steps:
-                choice = {
-                    "index": index,
-                    "text": growing[index].more(),
-                    **self._facts(body, row, start, end),
-                    "finish_reason": finish,
-                    "stop_reason": row.stop_reason,
-                }
-                if body.return_token_ids:
-                    choice["prompt_token_ids"] = row.prompt if start == 0 else None
-                yield {**head, "choices": [choice]}
-        if body.stream_options and body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": self._usage(body, rows)}
+        if body.return_token_ids:
+            choice["prompt_token_ids"] = step.row.prompt if step.start == 0 else None
+        return {"choices": [choice]}
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
         given = body.prompt
@@ -380,74 +408,29 @@ class Completions:
             "`prompt` is a text, ids, or a list of these.", status=400, param="prompt"
         )
 
-    def _choice(self, body: CompletionBody, index: int, row: Row) -> Json:
-        text = self._text.answer(row)
-        facts = self._facts(body, row, 0, len(row.ids))
-        if body.echo:
-            text = self._text.decode(row.prompt, skip_special=True) + text
-            if facts["logprobs"] is not None:
-                as_ids = bool(body.return_tokens_as_token_ids)
-                facts["logprobs"] = bodies.echoed_logprobs(self._text, row, as_ids=as_ids)
-        return {
-            "index": index,
-            "text": text,
-            **facts,
-            "finish_reason": row.finish,
-            "stop_reason": row.stop_reason,
-            "prompt_logprobs": bodies.prompt_logprobs(self._text, row),
-            "prompt_token_ids": row.prompt if body.return_token_ids else None,
-        }
-
-    def _facts(self, body: CompletionBody, row: Row, start: int, end: int) -> Json:
-        facts: Json = {"logprobs": None}
-        if body.logprobs is not None and body.logprobs is not False:
-            as_ids = bool(body.return_tokens_as_token_ids)
-            facts["logprobs"] = bodies.completion_logprobs(
-                self._text, row, start, end, as_ids=as_ids
-            )
-        facts["token_ids"] = row.ids[start:end] if body.return_token_ids else None
-        return facts
-
-    def _usage(self, body: CompletionBody, rows: Sequence[Row]) -> Json:
-        return bodies.usage([row.prompt for row in rows[:: body.n or 1]], rows)
-
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class Tokens:
-    def __init__(self, asking: Asking, chat: Chat, calls: CallReader) -> None:
-        self._asking = asking
-        self._text = asking.text
+class Tokens(Endpoint[GenerateBody]):
+    def __init__(self, asking: Asking, calls: CallReader, chat: Chat) -> None:
+        super().__init__(asking, calls)
         self._chat = chat
-        self._calls = calls
 
     def render(self, body: ChatBody) -> Json:
         """The body for /inference/v1/generate that corresponds to a chat request."""
         row = self._chat.rows(body)[0]
-        asked = row.sampling
+        asked = msgspec.structs.asdict(row.sampling)
         params: Json = {
+            **{name: asked.get(name, getattr(body, name)) for name in Sampled.__struct_fields__},
             "n": body.n or 1,
-            "seed": body.seed,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "top_k": asked.top_k,
-            "min_p": asked.min_p,
-            "repetition_penalty": asked.repetition_penalty,
-            "presence_penalty": asked.presence_penalty,
-            "frequency_penalty": asked.frequency_penalty,
             "logit_bias": body.logit_bias,
-            "allowed_token_ids": body.allowed_token_ids,
-            "stop": list(asked.stops),
+            "stop": list(row.sampling.stops),
             "stop_token_ids": body.stop_token_ids or [],
-            "include_stop_str_in_output": asked.keep_stop,
+            "include_stop_str_in_output": row.sampling.keep_stop,
             "ignore_eos": bool(body.ignore_eos),
-            "min_tokens": asked.min_tokens,
-            "skip_special_tokens": asked.skip_special_tokens,
-            "max_tokens": asked.max_tokens,
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-            "prompt_logprobs": body.prompt_logprobs,
         }
         return {
             "request_id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -463,51 +446,40 @@ class Tokens:
         if body.output_mode not in ("tokens", "text"):
             raise EngineRefused("`output_mode` is tokens or text.", status=400, param="output_mode")
         adapter = self._asking.adapter(body.model)
-        self._asking.check_prompt(body.token_ids)
         params = body.sampling_params
-        sampling = self._asking.sampling(
-            params, body.token_ids, limit=params.max_tokens, top=params.logprobs or 0, raw=False
+        return self._asking.rows(
+            *(params, body.token_ids, adapter),
+            limit=params.max_tokens,
+            top=params.logprobs,
+            scored=params.prompt_logprobs,
+            eager=body.stream,
         )
-        eager = bool(body.stream)
-        return [
-            Row(body.token_ids, one, adapter=adapter, eager=eager)
-            for one in sampling.times(params.n or 1)
-        ]
 
-    async def whole(self, body: GenerateBody) -> Json:
-        rows = self.rows(body)
-        await self._asking.whole(rows)
-        found = []
+    def _whole(self, body: GenerateBody, rows: Sequence[Row]) -> Json:
+        choices = []
         for index, row in enumerate(rows):
             choice = {"index": index, **self._facts(body, row, 0, len(row.ids))}
             if body.output_mode == "text":
                 choice["text"] = self._text.answer(row)
-            found.append(choice | self._end(row))
+            choices.append(choice | self._end(row))
         return {
             **self._head(body),
-            "choices": found,
-            "usage": bodies.usage([body.token_ids], rows),
-            "prompt_logprobs": bodies.prompt_logprobs(self._text, rows[0]),
+            "choices": choices,
+            "usage": usage(rows, len(rows)),
+            "prompt_logprobs": prompt_logprobs(self._text, rows[0]),
             "prompt_token_ids": body.token_ids if body.return_token_ids else None,
         }
 
-    async def chunks(self, body: GenerateBody, rows: Sequence[Row]) -> AsyncIterator[Json]:
+    def _chunk(self, body: GenerateBody, step: Progress, growing: Growing) -> Json:
         """The prompt's ids are in the first chunk."""
-        head = self._head(body)
-        growing = [Growing(self._text, row) for row in rows]
-        prompt = {"prompt_token_ids": body.token_ids} if body.return_token_ids else {}
-        async with aclosing(self._asking.progress(rows)) as steps:
-            async for index, row, start, end, finish in steps:
-                choice = {"index": index, **self._facts(body, row, start, end)}
-                choice |= {"finish_reason": None, "stop_reason": None}
-                if body.output_mode == "text":
-                    choice["text"] = growing[index].more()
-                if finish is not None:
-                    choice |= self._end(row)
-                yield {**head, "choices": [choice], **prompt}
-                prompt = {}
-        if body.stream_options and body.stream_options.include_usage:
-            yield {**head, "choices": [], "usage": bodies.usage([body.token_ids], rows)}
+        choice = {"index": step.number, **self._facts(body, step.row, step.start, step.end)}
+        choice |= {"finish_reason": None, "stop_reason": None}
+        if body.output_mode == "text":
+            choice["text"] = growing.more()
+        if step.finish is not None:
+            choice |= self._end(step.row)
+        is_first = body.return_token_ids and step.first
+        return {"choices": [choice], **({"prompt_token_ids": body.token_ids} if is_first else {})}
 
     def derender(self, body: Any) -> Json:
         """The messages in generated ids; the token that ended an answer becomes text."""
@@ -552,7 +524,7 @@ class Tokens:
             raise EngineRefused("An id is outside of the vocabulary.", status=400, param="tokens")
         return {"prompt": self._text.decode(body.tokens)}
 
-    def _head(self, body: GenerateBody) -> Json:
+    def _head(self, body: GenerateBody, *, stream: bool = False) -> Json:
         return {
             "request_id": body.request_id or f"generate-tokens-{uuid.uuid4().hex}",
             "model": body.model or self._asking.model,
@@ -563,7 +535,7 @@ class Tokens:
         facts: Json = {"token_ids": row.ids[start:end], "logprobs": None}
         if body.sampling_params.logprobs is not None:
             facts["logprobs"] = (
-                bodies.chat_logprobs(self._text, row, start, end, as_ids=False)
+                chat_logprobs(self._text, row, start, end, as_ids=False)
                 if body.output_mode == "text"
                 else bodies.token_logprobs(row, start, end)
             )

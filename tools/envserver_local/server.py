@@ -50,19 +50,18 @@ from . import kv_cache, weights
 from .bodies import (
     BucketBody,
     CallReader,
-    ChatBody,
-    CompletionBody,
     FinishBody,
     GenerateBody,
     JoinBody,
     LoraBody,
     RpcBody,
-    TokenizeBody,
     VersionBody,
     refuse_foreign,
 )
 from .generation import Generator, Runner
 from .routes import Asking, Chat, Completions, Tokens
+from .simulated.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read
+from .simulated.responses import Json
 from .simulated.server import (
     ProgramsOnly,
     QuietServer,
@@ -74,7 +73,6 @@ from .simulated.server import (
     missing,
     url_of,
 )
-from .simulated.tokenizer import DetokenizeBody, read
 from .text import PauseMode, Row, Sampling, Scheduler, Text
 from .weights import Adapters, Receiver
 
@@ -141,26 +139,41 @@ class Control:
             "/weight_info": lambda: {"weight_version": self._runner.version},
             "/get_world_size": lambda: {"world_size": 1},
         }
-        posts: dict[str, Callable[[Request], Any]] = {
-            "/pause": self._pause,
-            "/resume": self._resume,
-            "/abort_requests": self._abort_requests,
-            "/reset_prefix_cache": self._reset_prefix_cache,
-            "/update_weight_version": self._update_weight_version,
-            "/collective_rpc": self._collective_rpc,
-            "/init_weight_transfer_engine": self._join_trainer,
-            "/start_weight_update": self._start_update,
-            "/update_weights": self._receive,
-            "/finish_weight_update": self._finish_update,
-            "/weight_checker": self._checksums,
-            "/v1/load_lora_adapter": self._load_lora_adapter,
-            "/v1/unload_lora_adapter": self._unload_lora_adapter,
+        steps: dict[str, tuple[type[msgspec.Struct] | None, Callable[[Any], Json | str]]] = {
+            "/resume": (None, self._resume),
+            "/abort_requests": (None, self._abort_requests),
+            "/reset_prefix_cache": (None, self._reset_prefix_cache),
+            "/update_weight_version": (VersionBody, self._update_weight_version),
+            "/collective_rpc": (RpcBody, self._collective_rpc),
+            "/init_weight_transfer_engine": (JoinBody, self._join_trainer),
+            "/start_weight_update": (None, self._start_update),
+            "/update_weights": (BucketBody, self._receive),
+            "/finish_weight_update": (FinishBody, self._finish_update),
+            "/weight_checker": (None, lambda _: {"checksums": self._receiver.checksums()}),
+            "/v1/load_lora_adapter": (LoraBody, self._load_lora_adapter),
+            "/v1/unload_lora_adapter": (LoraBody, self._unload_lora_adapter),
         }
         return [
             *(Route(path, answer, methods=["GET"]) for path, answer in gets.items()),
             *(Route(path, _fact(compute), methods=["GET"]) for path, compute in facts.items()),
-            *(Route(path, answer, methods=["POST"]) for path, answer in posts.items()),
+            Route("/pause", self._pause, methods=["POST"]),
+            *(
+                Route(path, self._between_steps(*step), methods=["POST"])
+                for path, step in steps.items()
+            ),
         ]
+
+    def _between_steps(
+        self, kind: type[msgspec.Struct] | None, step: Callable[[Any], Json | str]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """A route whose work the engine's thread does between two steps of the batch."""
+
+        async def endpoint(request: Request) -> Response:
+            body = None if kind is None else read(await decoded(request), kind)
+            answer = await self._runner.run(lambda: step(body))
+            return PlainTextResponse(answer) if isinstance(answer, str) else json_answer(answer)
+
+        return endpoint
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._runner.alive else 500)
@@ -184,29 +197,23 @@ class Control:
         await self._runner.pause(mode)
         return json_answer({"status": "paused"})
 
-    async def _resume(self, request: Request) -> Response:
-        def resume() -> None:
-            self._receiver.must_be_whole()
-            self._runner.resume()
+    def _resume(self, body: None) -> Json:
+        self._receiver.must_be_whole()
+        self._runner.resume()
+        return {"status": "resumed"}
 
-        await self._runner.run(resume)
-        return json_answer({"status": "resumed"})
+    def _abort_requests(self, body: None) -> Json:
+        return {"status": "aborted", "aborted": self._runner.abort_all()}
 
-    async def _abort_requests(self, request: Request) -> Response:
-        aborted = await self._runner.run(self._runner.abort_all)
-        return json_answer({"status": "aborted", "aborted": aborted})
+    def _reset_prefix_cache(self, body: None) -> Json:
+        self._runner.generator.prefixes.clear()
+        return {"success": True}
 
-    async def _reset_prefix_cache(self, request: Request) -> Response:
-        await self._runner.run(self._runner.generator.prefixes.clear)
-        return json_answer({"success": True})
+    def _update_weight_version(self, body: VersionBody) -> Json:
+        self._runner.set_version(body.new_version)
+        return {"success": True, "new_version": body.new_version}
 
-    async def _update_weight_version(self, request: Request) -> Response:
-        version = read(await decoded(request), VersionBody).new_version
-        await self._runner.run(lambda: self._runner.set_version(version))
-        return json_answer({"success": True, "new_version": version})
-
-    async def _collective_rpc(self, request: Request) -> Response:
-        body = read(await decoded(request), RpcBody)
+    def _collective_rpc(self, body: RpcBody) -> Json:
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
             raise EngineRefused(
@@ -214,72 +221,50 @@ class Control:
                 status=400,
                 param="method",
             )
+        generator = self._runner.generator
+        weights.reload(generator.model, Path(folder))
+        self._receiver.incomplete = False
+        generator.prefixes.clear()
+        return {"results": [None]}
 
-        def reload() -> None:
-            generator = self._runner.generator
-            weights.reload(generator.model, Path(folder))
-            self._receiver.incomplete = False
-            generator.prefixes.clear()
+    def _join_trainer(self, body: JoinBody) -> Json:
+        self._receiver.join(body.init_info)
+        return {"message": "Weight transfer initialized"}
 
-        await self._runner.run(reload)
-        return json_answer({"results": [None]})
+    def _start_update(self, body: None) -> Json:
+        self._receiver.start()
+        return {"message": "Weight update started"}
 
-    async def _join_trainer(self, request: Request) -> Response:
-        info = read(await decoded(request), JoinBody).init_info
-        await self._runner.run(lambda: self._receiver.join(info))
-        return json_answer({"message": "Weight transfer initialized"})
+    def _receive(self, body: BucketBody) -> Json:
+        is_paused = self._runner.scheduler.paused is not None
+        self._receiver.receive(body.update_info, paused=is_paused)
+        return {"message": "Weights updated"}
 
-    async def _start_update(self, request: Request) -> Response:
-        await self._runner.run(self._receiver.start)
-        return json_answer({"message": "Weight update started"})
+    def _finish_update(self, body: FinishBody) -> Json:
+        self._receiver.finish(named=body.weight_version is not None)
+        self._runner.generator.prefixes.clear()
+        if body.weight_version is not None:
+            self._runner.set_version(body.weight_version)
+        return {"message": "Weight update finished"}
 
-    async def _receive(self, request: Request) -> Response:
-        info = read(await decoded(request), BucketBody).update_info
-
-        def receive() -> None:
-            self._receiver.receive(info, paused=self._runner.scheduler.paused is not None)
-
-        await self._runner.run(receive)
-        return json_answer({"message": "Weights updated"})
-
-    async def _finish_update(self, request: Request) -> Response:
-        name = read(await decoded(request), FinishBody).weight_version
-
-        def finish() -> None:
-            self._receiver.finish(named=name is not None)
-            self._runner.generator.prefixes.clear()
-            if name is not None:
-                self._runner.set_version(name)
-
-        await self._runner.run(finish)
-        return json_answer({"message": "Weight update finished"})
-
-    async def _checksums(self, request: Request) -> Response:
-        return json_answer({"checksums": await self._runner.run(self._receiver.checksums)})
-
-    async def _load_lora_adapter(self, request: Request) -> Response:
-        body = await self._lora_body(request)
+    def _load_lora_adapter(self, body: LoraBody) -> str:
+        self._check_lora()
         if body.lora_name == self._asking.model or not body.lora_name or not body.lora_path:
             raise EngineRefused("`lora_name` or `lora_path` is unusable.", status=400)
-        await self._runner.run(
-            lambda: self._asking.adapters.load(
-                body.lora_name, Path(body.lora_path), replace=body.load_inplace
-            )
-        )
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+        self._asking.adapters.load(body.lora_name, Path(body.lora_path), replace=body.load_inplace)
+        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
-    async def _unload_lora_adapter(self, request: Request) -> Response:
-        body = await self._lora_body(request)
-        await self._runner.run(lambda: self._asking.adapters.unload(body.lora_name))
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    def _unload_lora_adapter(self, body: LoraBody) -> str:
+        self._check_lora()
+        self._asking.adapters.unload(body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
-    async def _lora_body(self, request: Request) -> LoraBody:
+    def _check_lora(self) -> None:
         if not self._lora:
             raise EngineRefused(
                 "Adapters cannot be loaded: the engine was started without --enable-lora.",
                 status=404,
             )
-        return read(await decoded(request), LoraBody)
 
     def _model(self, name: str, root: str | None, parent: str | None) -> Json:
         return {
@@ -293,7 +278,6 @@ class Control:
         }
 
 
-Json = dict[str, Any]
 Answering = Callable[[Request, Any], Awaitable[Response]]
 
 
@@ -301,8 +285,8 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
     """`lora`: adapters may be loaded at run time."""
     calls = CallReader(asking.text)
     chat = Chat(asking, calls)
-    completions = Completions(asking)
-    tokens = Tokens(asking, chat, calls)
+    completions = Completions(asking, calls)
+    tokens = Tokens(asking, calls, chat)
     control = Control(asking, lora=lora)
 
     posts: dict[str, Answering] = {
@@ -319,12 +303,7 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
             *(Route(path, _decoding(answer), methods=["POST"]) for path, answer in posts.items()),
             *control.routes(),
         ],
-        exception_handlers={
-            404: _missing,
-            405: _missing,
-            EngineRefused: _refused,
-            UsageError: _unusable,
-        },
+        exception_handlers=dict.fromkeys((404, 405, EngineRefused, UsageError), _failed),
         middleware=[Middleware(ProgramsOnly)],
     )
 
@@ -392,18 +371,10 @@ def _events(chunks: AsyncIterator[Json]) -> Response:
     return StreamingResponse(lines(), media_type="text/event-stream")
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EngineRefused)
-    return error_answer(error)
-
-
-async def _unusable(request: Request, error: Exception) -> Response:
-    status = 404 if isinstance(error, NotFoundError) else 400
-    return error_answer(EngineRefused(str(error), status=status))
-
-
-async def _missing(request: Request, error: Exception) -> Response:
-    return error_answer(missing(request, error))
+async def _failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, UsageError):
+        error = EngineRefused(str(error), status=404 if isinstance(error, NotFoundError) else 400)
+    return error_answer(error if isinstance(error, EngineRefused) else missing(request, error))
 
 
 # Masks, positions, cache and attention are this engine's own code and may be wrong for an unknown

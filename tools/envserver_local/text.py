@@ -20,6 +20,8 @@ from envserver_records.errors import EngineRefused
 from envserver.tokens.chat_format import ChatTemplate
 from envserver.tokens.prepare import Refused, prepare, prepare_tools, template_kwargs, with_defaults
 
+from .simulated.responses import Answer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -133,6 +135,9 @@ class Text:
         ends = [(whole.find(stop) + len(stop), stop) for stop in asked.stops if stop in whole]
         return min(ends)[1] if ends else None
 
+    def spelling(self, index: int) -> bytes:
+        return self.name(index).encode()
+
     def _name(self, index: int) -> str:
         return self.decode([index])
 
@@ -186,10 +191,6 @@ def _held(text: str, stops: Sequence[str]) -> int:
                 most = size
                 break
     return most
-
-
-Ranked = list[tuple[int, float]]
-"""Ids with their logprobs, the most likely first."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,8 +250,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Row:
-    """One answer to `prompt` (ids, at least one).
+class Row(Answer):
+    """An answer that is sampled.
 
     `on_change` is called, from the engine's thread, after each step that added to the row or ended
     it. Calls of one step come together.
@@ -265,24 +266,15 @@ class Row:
         on_change: Callable[[], None] | None = None,
         eager: bool = False,
     ) -> None:
-        self.prompt = prompt
+        super().__init__(prompt)
         self.sampling = sampling
         self.adapter = adapter
         self.on_change = on_change
         self.eager = eager
         """Whether to call `on_change` after each token rather than only at the end."""
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed % (1 << 64)
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.tops: list[Ranked] = []
-        self.scored: list[Ranked] | None = None
-        """Logprobs of each prompt token but the first: the token itself, then the most likely ones.
-        """
         self.starts: list[tuple[str, int]] = []
         """Versions of the weights, each with the index of the first token that it sampled."""
-        self.stop_reason: int | str | None = None
-        self.finish: str | None = None
-        """stop, length, abort or error."""
         self.error: str = ""
 
     @property

@@ -19,9 +19,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 from envserver_records.errors import EngineRefused, InputError, NotFoundError
+from envserver_records.files import read_object
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -289,17 +289,14 @@ class Adapters:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    try:
-        config = orjson.loads((folder / _CONFIG).read_bytes())
-    except OSError as error:
-        raise InputError(f"There is no LoRA adapter in {folder}: it has no {_CONFIG}.") from error
-    except orjson.JSONDecodeError as error:
-        raise InputError(f"{folder / _CONFIG} is not JSON: {error}.") from error
+    if not (folder / _CONFIG).is_file():
+        raise InputError(f"There is no LoRA adapter in {folder}: it has no {_CONFIG}.")
+    config = read_object(folder / _CONFIG)
     foreign = [name for name, plain in _PLAIN.items() if config.get(name, plain) not in (plain, [])]
     foreign += [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
     if foreign:
         raise InputError(f"The adapter in {folder} uses {', '.join(foreign)}: not known here.")
-    return dict(config)
+    return config
 
 
 def _parts(adapters: Sequence[Adapter | None], model: torch.nn.Module) -> list[Part]:

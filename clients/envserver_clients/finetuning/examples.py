@@ -11,12 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 from envserver_records import InputError
 from jinja2 import TemplateError
 
 from .conversation import Conversation, Message, Plain, Tokens, Tools, read_pair, read_row, rows_of
+from .settings import DpoSettings, FinetuneSettings, SftSettings
 
 # The tokens before a trained token are exactly those that an engine would have when it samples that
 # turn: the template's rendering of the messages so far with its generation prompt. So every turn of
@@ -206,19 +207,11 @@ def _common(first: list[int], second: list[int]) -> int:
     return min(len(first), len(second))
 
 
-Prompts = Literal["auto", "chat", "plain", "recorded"]
-TooLong = Literal["drop", "truncate"]
 Example = dict[str, list[int]]
 
 _BATCH: Final = 256
 SFT_COLUMNS: Final = ("input_ids", "labels")
 PAIR_COLUMNS: Final = ("chosen_ids", "chosen_labels", "rejected_ids", "rejected_labels")
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_length: int
-    too_long: TooLong
 
 
 @dataclass
@@ -249,34 +242,23 @@ class ExampleCounts:
 
 
 def sft_examples(
-    paths: Sequence[Path],
-    encoder: Encoder,
-    counts: ExampleCounts,
-    *,
-    max_length: int,
-    too_long: TooLong,
-    prompts: Prompts = "auto",
+    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
 ) -> Iterator[Example]:
-    limits = Limits(max_length, too_long)
-    for one, _ in encoded_rows(paths, encoder, counts, limits, prompts=prompts):
+    for one, _ in encoded_rows(paths, encoder, counts, settings):
         yield {"input_ids": one.ids, "labels": one.labels}
 
 
 def encoded_rows(
-    paths: Sequence[Path],
-    encoder: Encoder,
-    counts: ExampleCounts,
-    limits: Limits,
-    *,
-    prompts: Prompts = "auto",
+    paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts, settings: SftSettings
 ) -> Iterator[tuple[Encoded, Tools | None]]:
     """Yields training rows with the tools that were offered; fills `counts`."""
+    prompts = settings.prompts
     plain: dict[str, Callable[[str], bool]] = {
         "auto": encoder.is_rendered,
         "chat": lambda prompt: False,
         "plain": lambda prompt: True,
     }
-    fit = partial(_fit, counts=counts, limits=limits)
+    fit = partial(_fit, counts=counts, limits=settings)
     before: Any = None
     for place, row in rows_of(paths):
         counts.rows += 1
@@ -302,14 +284,8 @@ def encoded_rows(
 
 
 def pair_examples(
-    paths: Sequence[Path],
-    encoder: Encoder,
-    counts: ExampleCounts,
-    *,
-    max_length: int,
-    too_long: TooLong,
+    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
 ) -> Iterator[Example]:
-    limits = Limits(max_length, too_long)
     for place, row in rows_of(paths):
         counts.rows += 1
         pair = read_pair(row, place)
@@ -318,7 +294,7 @@ def pair_examples(
             counts.dropped_nothing_to_train += 1
         elif any(len(one) > 1 for one in both):
             counts.dropped_not_continued += 1
-        elif fitting := _fitting(both[0][0], both[1][0], counts, limits):
+        elif fitting := _fitting(both[0][0], both[1][0], counts, settings):
             chosen, rejected = fitting
             _count(counts, chosen, rejected)
             counts.examples += 1
@@ -331,7 +307,7 @@ def pair_examples(
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
-def _fit(one: Encoded, counts: ExampleCounts, limits: Limits) -> Encoded | None:
+def _fit(one: Encoded, counts: ExampleCounts, limits: FinetuneSettings) -> Encoded | None:
     """The example within the limit; None if it is left out (and counted)."""
     if len(one.ids) > limits.max_length:
         if limits.too_long == "drop":
@@ -346,7 +322,7 @@ def _fit(one: Encoded, counts: ExampleCounts, limits: Limits) -> Encoded | None:
 
 
 def _fitting(
-    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, limits: Limits
+    chosen: Encoded, rejected: Encoded, counts: ExampleCounts, limits: FinetuneSettings
 ) -> tuple[Encoded, Encoded] | None:
     """Both within the limit, or None; a pair is counted once."""
     if max(len(chosen.ids), len(rejected.ids)) > limits.max_length:

@@ -172,6 +172,17 @@ _NOT_OF_THE_RESULT: Final = frozenset(
 
 
 @dataclass(frozen=True)
+class TrainerData:
+    """What a trainer is made of, beside its settings; `folder`: for its checkpoints."""
+
+    tokenizer: Any
+    train: Any
+    validation: Any
+    folder: Path
+    callbacks: Sequence[TrainerCallback] = ()
+
+
+@dataclass(frozen=True)
 class Method(Generic[S]):
     """The differences between supervised and preference training.
 
@@ -182,7 +193,7 @@ class Method(Generic[S]):
     name: str
     columns: Sequence[str]
     examples: Callable[[S, Sequence[Path], Encoder, ExampleCounts], Iterator[Example]]
-    trainer: Callable[..., Any]
+    trainer: Callable[[S, TrainerData], Any]
     last_only: Callable[[S], bool] = lambda settings: False
     heldout: Callable[[S, Sequence[Path], Encoder, Any], HeldOut] | None = None
 
@@ -313,9 +324,8 @@ class Training(Generic[S]):
         step = int(last.name.rpartition("-")[2]) if last else 0
         reporting = Reporting(self._output / _METRICS, step, self._name, self._console)
         try:
-            trainer = self._method.trainer(
-                self._settings, tokenizer, train, validation, checkpoints, [reporting]
-            )
+            data = TrainerData(tokenizer, train, validation, checkpoints, [reporting])
+            trainer = self._method.trainer(self._settings, data)
             trainer.remove_callback(PrinterCallback)  # it would print each line of metrics
             if "seq_lengths" in trainer.train_dataset.column_names:
                 check_apart(trainer.model, trainer.train_dataset, half=trainer.args.bf16)

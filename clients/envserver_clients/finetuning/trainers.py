@@ -6,13 +6,12 @@ which would render conversations again and train everything after the prompt, is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from envserver_records import ConfigError
-from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from .examples import (
@@ -20,56 +19,39 @@ from .examples import (
     PAIR_COLUMNS,
     SFT_COLUMNS,
     Encoder,
-    Example,
     ExampleCounts,
-    Limits,
     encoded_rows,
     pair_examples,
     sft_examples,
 )
 from .heldout import HeldOut
-from .runs import Method
+from .runs import Method, TrainerData
 from .settings import DpoSettings, FinetuneSettings, SftSettings
 
 
-def sft_trainer(
-    settings: SftSettings,
-    tokenizer: Any,
-    train: Any,
-    validation: Any,
-    folder: Path,
-    callbacks: Sequence[TrainerCallback],
-) -> Any:
+def sft_trainer(settings: SftSettings, data: TrainerData) -> Any:
     arguments = SFTConfig(
-        **_arguments(settings, folder),
+        **_arguments(settings, data.folder),
         # No row is longer, and TRL packs whole rows only; rows for validation stay apart.
         max_length=settings.max_length if settings.packing else None,
         packing=settings.packing,
         eval_packing=False,
     )
-    return _made(SFTTrainer, settings, arguments, tokenizer, train, validation, callbacks)
+    return _made(SFTTrainer, settings, arguments, data)
 
 
-def dpo_trainer(
-    settings: DpoSettings,
-    tokenizer: Any,
-    train: Any,
-    validation: Any,
-    folder: Path,
-    callbacks: Sequence[TrainerCallback],
-) -> Any:
+def dpo_trainer(settings: DpoSettings, data: TrainerData) -> Any:
     arguments = DPOConfig(
-        **_arguments(settings, folder),
+        **_arguments(settings, data.folder),
         beta=settings.beta,
         loss_type=settings.loss,
         label_smoothing=settings.label_smoothing,
         max_length=None,
         remove_unused_columns=False,
     )
-    padding = tokenizer.pad_token_id
-    collator = PairCollator(tokenizer.eos_token_id if padding is None else padding)
-    common = (arguments, tokenizer, train, validation, callbacks)
-    return _made(_PairsTrainer, settings, *common, data_collator=collator)
+    padding = data.tokenizer.pad_token_id
+    collator = PairCollator(data.tokenizer.eos_token_id if padding is None else padding)
+    return _made(_PairsTrainer, settings, arguments, data, data_collator=collator)
 
 
 class _PairsTrainer(DPOTrainer):  # type: ignore[misc]  # a class of a library without types
@@ -106,26 +88,19 @@ class PairCollator:
 
 
 def _made(
-    trainer: Any,
-    settings: FinetuneSettings,
-    arguments: Any,
-    tokenizer: Any,
-    train: Any,
-    validation: Any,
-    callbacks: Sequence[TrainerCallback],
-    **given: Any,
+    trainer: Any, settings: FinetuneSettings, arguments: Any, data: TrainerData, **more: Any
 ) -> Any:
     try:
         made = trainer(
             model=settings.model,
             args=arguments,
-            processing_class=tokenizer,
-            train_dataset=train,
-            eval_dataset=validation,
-            callbacks=list(callbacks),
+            processing_class=data.tokenizer,
+            train_dataset=data.train,
+            eval_dataset=data.validation,
+            callbacks=list(data.callbacks),
             peft_config=_lora(settings),
             quantization_config=quantization(settings),
-            **given,
+            **more,
         )
     except (OSError, ValueError, ImportError) as error:  # of transformers, PEFT and TRL
         raise ConfigError(f"{settings.model} cannot be trained like this: {error}") from error
@@ -221,27 +196,12 @@ def is_half(settings: FinetuneSettings) -> bool:
     return _has_gpu(settings) and torch.cuda.is_bf16_supported()
 
 
-def _sft_examples(
-    settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
-) -> Iterator[Example]:
-    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
-    return sft_examples(paths, encoder, counts, **limits, prompts=settings.prompts)
-
-
-def _pair_examples(
-    settings: DpoSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
-) -> Iterator[Example]:
-    limits: Any = {"max_length": settings.max_length, "too_long": settings.too_long}
-    return pair_examples(paths, encoder, counts, **limits)
-
-
 def _heldout(
     settings: SftSettings, paths: Sequence[Path], encoder: Encoder, tokenizer: Any
 ) -> HeldOut:
-    limits = Limits(settings.max_length, settings.too_long)
     return HeldOut(
         tokenizer,
-        lambda: encoded_rows(paths, encoder, ExampleCounts(), limits, prompts=settings.prompts),
+        lambda: encoded_rows(paths, encoder, ExampleCounts(), settings),
         batch_size=settings.batch_size,
         calls=settings.check_calls,
         half=is_half(settings),
@@ -249,6 +209,6 @@ def _heldout(
 
 
 SFT: Final = Method(
-    "sft", SFT_COLUMNS, _sft_examples, sft_trainer, lambda given: given.turns == "last", _heldout
+    "sft", SFT_COLUMNS, sft_examples, sft_trainer, lambda given: given.turns == "last", _heldout
 )
-DPO: Final = Method("dpo", PAIR_COLUMNS, _pair_examples, dpo_trainer)
+DPO: Final = Method("dpo", PAIR_COLUMNS, pair_examples, dpo_trainer)

@@ -156,14 +156,15 @@ class Tracked:
 HELD_OUT: Final = "held_out.jsonl"
 """Name of the file, beside metrics.jsonl."""
 _TICK_SECONDS: Final = 0.2
+_HELD_OUT_SECONDS: Final = 300.0
 
 
-def write_held_out(server: str, path: Path, *, seconds: float = 300.0) -> None:
+def write_held_out(server: str, path: Path) -> None:
     """Evaluates the last policy version, waits for its end, and writes all evaluations.
 
-    Raises EnvserverError: the last evaluation did not end within `seconds`.
+    Raises EnvserverError: the last evaluation did not end within five minutes.
     """
-    until = time.monotonic() + seconds
+    until = time.monotonic() + _HELD_OUT_SECONDS
     with ServersClient(server, timeout=30.0, headers=authorization()) as client:
         _wait(client, until)
         client.post("/v1/evaluations").raise_for_status()

@@ -6,7 +6,6 @@ lost is found again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -26,7 +25,7 @@ from envserver_records import (
     InputError,
     NotFoundError,
 )
-from envserver_records.files import replace_file
+from envserver_records.files import replace_file, sha256_of
 from rich.console import Console
 
 from envserver_clients.finetuning.conversation import digest_of, parts_of
@@ -335,8 +334,7 @@ def _tell_how_to_go_on(state: TuningState, settings: VertexSettings, console: Co
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise NotFoundError(f"{path} cannot be read: {error.strerror}.") from error
 

@@ -19,12 +19,11 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from envserver_records import EngineError, EngineTimeout, EngineUnavailable
+from envserver_records import EngineError, EngineUnavailable
 
 from .engines import EngineControl, PromptCheck, matched, together
 from .push import FolderPush, InFlight, Phases, Published, Save
@@ -80,38 +79,28 @@ class _Full(FolderPush):
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
         with self._lock:
             phases = Phases()
-            with phases.phase("reach"):
-                self._server_takes(version)
-                together(self._engines, "reach", self._reach)
-            with phases.phase("save"):
-                folder = self._folders.save(version, save, _FILES)
+            folder = self._saved(version, save, _FILES, phases, self._reach)
             given = _Given(version, folder, check)
             self._stand_still(phases)
-            difference = self._give(given, phases)
+            found = self._give(given, phases)
             with phases.phase("publish"):
                 if self._server is not None:
                     self._server.resume_calls(version)
                 self._agreed = True
             kept = [one for one in self._folders.versions() if one <= version][-self._keep :]
             self._folders.keep(kept)
-            urls = tuple(engine.url for engine in self._engines)
-            return Published(version, None, folder, urls, difference, phases.seconds)
+            return self._published(version, found, phases, folder=folder)
 
-    def restore(self) -> list[str]:
-        with self._lock:
-            given = self._given
-            if given is None or not self._agreed:
-                return []
-            mended = []
-            for engine in self._engines:
-                try:
-                    if engine.weights() != given.name:
-                        log.warning("%s lost version %d", engine.url, given.version)
-                        self._give_anew(engine, given)
-                        mended.append(engine.url)
-                except (EngineUnavailable, EngineTimeout) as error:
-                    log.info("%s will be tried again later: %s", engine.url, error)
-            return mended
+    def _to_restore(self) -> Sequence[EngineControl]:
+        return self._engines if self._given is not None and self._agreed else ()
+
+    def _mend(self, engine: EngineControl) -> bool:
+        given = self._given
+        if given is None or engine.weights() == given.name:
+            return False
+        log.warning("%s lost version %d", engine.url, given.version)
+        self._give_anew(engine, given)
+        return True
 
     def _reach(self, engine: EngineControl) -> None:
         engine.weights()
@@ -142,9 +131,9 @@ class _Full(FolderPush):
                         self._server.resume_calls()
                 raise
 
-    def _give(self, given: _Given, phases: Phases) -> float | None:
-        """Loads the weights into the paused engines, resumes and checks them; returns the largest
-        difference of all engines.
+    def _give(self, given: _Given, phases: Phases) -> dict[str, float | None]:
+        """Loads the weights into the paused engines, resumes and checks them; returns the
+        difference of each engine.
         """
         self._agreed = False
         seen, kept = self._seen(given.folder), self._in_flight == "keep"
@@ -167,7 +156,7 @@ class _Full(FolderPush):
             self._quietly("pause", lambda engine: engine.pause("abort"))
             raise
         self._given, self._old = given, given.version
-        return max((one for one in found.values() if one is not None), default=None)
+        return found
 
 
 class LocalFull(_Full):
@@ -259,11 +248,7 @@ class Lora(FolderPush):
     def publish(self, version: int, save: Save, check: PromptCheck | None = None) -> Published:
         with self._lock:
             phases = Phases()
-            with phases.phase("reach"):
-                self._server_takes(version)
-                together(self._engines, "reach", EngineControl.reach)
-            with phases.phase("save"):
-                folder = self._folders.save(version, save, _ADAPTER_FILES)
+            folder = self._saved(version, save, _ADAPTER_FILES, phases, EngineControl.reach)
             try:
                 with phases.phase("load"):
                     together(
@@ -282,29 +267,17 @@ class Lora(FolderPush):
                     self._server.publish_policy_version(version)
             with phases.phase("unload"):
                 self._unload_old(version)
-            differences = [one for one in found.values() if one is not None]
-            return Published(
-                version,
-                self._model(version),
-                folder,
-                tuple(engine.url for engine in self._engines),
-                max(differences, default=None),
-                phases.seconds,
-            )
+            model = self._model(version)
+            return self._published(version, found, phases, model=model, folder=folder)
 
-    def restore(self) -> list[str]:
-        with self._lock:
-            mended = []
-            for engine in self._engines:
-                with suppress(EngineError):
-                    there = set(engine.models())
-                    lost = [one for one in self._loaded if self._model(one) not in there]
-                    for version in reversed(lost):  # the current version first
-                        self._load(engine, version, self._loaded[version])
-                    if lost:
-                        log.warning("%s lost versions %s; they are loaded again", engine.url, lost)
-                        mended.append(engine.url)
-            return mended
+    def _mend(self, engine: EngineControl) -> bool:
+        there = set(engine.models())
+        lost = [one for one in self._loaded if self._model(one) not in there]
+        for version in reversed(lost):  # the current version first
+            self._load(engine, version, self._loaded[version])
+        if lost:
+            log.warning("%s lost versions %s; they are loaded again", engine.url, lost)
+        return bool(lost)
 
     def _model(self, version: int) -> str:
         return f"{self._name}@{version}"

@@ -26,7 +26,15 @@ from envserver_records.files import sync_path, sync_tree
 
 from envserver_clients.http import SyncEnvClient
 
-from .engines import EngineControl, PromptCheck, Timeouts, WeightsNotSaved, controls
+from .engines import (
+    EngineControl,
+    PromptCheck,
+    Timeouts,
+    WeightsMismatch,
+    WeightsNotSaved,
+    controls,
+    together,
+)
 
 log = logging.getLogger(__name__)
 
@@ -215,7 +223,39 @@ class PushBase:
             engine.close()
 
     def restore(self) -> list[str]:
+        with self._lock:
+            mended = []
+            for engine in self._to_restore():
+                try:
+                    if self._mend(engine):
+                        mended.append(engine.url)
+                except WeightsMismatch:
+                    raise
+                except EngineError as error:
+                    log.info("%s will be tried again later: %s", engine.url, error)
+            return mended
+
+    def _to_restore(self) -> Sequence[EngineControl]:
+        """The engines that should have the published weights; none if no version is complete."""
+        return self._engines
+
+    def _mend(self, engine: EngineControl) -> bool:
+        """Transfers the published weights to an engine that lacks them; returns whether it did."""
         raise NotImplementedError
+
+    def _published(
+        self, version: int, found: Mapping[str, float | None], phases: Phases, **more: Any
+    ) -> Published:
+        """`found`: the difference of each engine that has the version, by url."""
+        differences = [difference for difference in found.values() if difference is not None]
+        facts = {"model": None, "folder": None, **more}
+        return Published(
+            version=version,
+            engines=tuple(found),
+            difference=max(differences, default=None),
+            seconds=phases.seconds,
+            **facts,
+        )
 
     @contextmanager
     def watched(self, every_seconds: float = WATCH_SECONDS) -> Iterator[None]:
@@ -295,6 +335,21 @@ class FolderPush(PushBase):
         self._folder = folder.absolute()
         self._keep = max(1, keep)
         self._engine_folder = engine_folder or self._folder
+
+    def _saved(
+        self,
+        version: int,
+        save: Save,
+        wanted: Collection[str],
+        phases: Phases,
+        reach: Callable[[EngineControl], None],
+    ) -> Path:
+        """Saves a version once the server and all engines can take it; returns its folder."""
+        with phases.phase("reach"):
+            self._server_takes(version)
+            together(self._engines, "reach", reach)
+        with phases.phase("save"):
+            return self._folders.save(version, save, wanted)
 
     def _seen(self, folder: Path) -> Path:
         return self._engine_folder / folder.relative_to(self._folder)

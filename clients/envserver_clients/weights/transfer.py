@@ -312,7 +312,7 @@ class Transfer(PushBase):
         self._links: dict[str, tuple[str, Link]] = {}
         """Connections by url, each with the name of the weights that were sent last."""
         self._given: Prepared | None = None
-        self._published: int | None = None
+        self._published_version: int | None = None
         """The version that the engines certainly have; None: a transfer is not complete."""
         self._old: int | None = None
         self._count = 0
@@ -344,27 +344,20 @@ class Transfer(PushBase):
         with self._lock:
             return self._publish(prepared, Phases({"copy": prepared.seconds}))
 
-    def restore(self) -> list[str]:
-        """Sends the published weights to engines that lost or failed to take them, or came later;
-        otherwise as `WeightPush.restore`.
-        """
-        with self._lock:
-            given = self._given
-            if given is None or self._published != given.version:
-                return []
-            mended = []
-            for engine in self._fleet():
-                try:
-                    if engine.weights() != weights_name(given.version):
-                        log.warning("%s lacks version %d", engine.url, given.version)
-                        self._give_anew(engine, given)
-                        mended.append(engine.url)
-                    self._tell(engine.url, given.version, only_if_unknown=True)
-                except WeightsMismatch:
-                    raise
-                except EngineError as error:
-                    log.info("%s will be tried again later: %s", engine.url, error)
-            return mended
+    def _to_restore(self) -> Sequence[EngineControl]:
+        """Also engines that failed to take the published weights, or came later."""
+        is_complete = self._given is not None and self._published_version == self._given.version
+        return self._fleet() if is_complete else ()
+
+    def _mend(self, engine: EngineControl) -> bool:
+        given = self._given
+        assert given is not None
+        lacks = engine.weights() != weights_name(given.version)
+        if lacks:
+            log.warning("%s lacks version %d", engine.url, given.version)
+            self._give_anew(engine, given)
+        self._tell(engine.url, given.version, only_if_unknown=True)
+        return lacks
 
     def _publish(self, given: Prepared, phases: Phases) -> Published:
         self._given = given
@@ -377,7 +370,7 @@ class Transfer(PushBase):
             self._hold_calls(self._in_flight)
         with phases.phase("pause"):
             self._pause(engines)
-        self._published = None
+        self._published_version = None
         try:
             with phases.phase("send"):
                 engines.each("send", EngineControl.start_weight_update)
@@ -395,17 +388,10 @@ class Transfer(PushBase):
                 self._tell(engine.url, version)
             if self._server is not None:
                 self._server.resume_calls(version)
-        self._published = self._old = version
+        self._published_version = self._old = version
         self._count += 1
-        return Published(
-            version,
-            None,
-            None,
-            tuple(engine.url for engine in engines.left),
-            max((one for one in found.values() if one is not None), default=None),
-            phases.seconds,
-            engines.failed,
-        )
+        differences = {engine.url: found[engine.url] for engine in engines.left}
+        return self._published(version, differences, phases, failed=engines.failed)
 
     def _fleet(self) -> list[EngineControl]:
         """The engines; those of the server are asked for anew."""
@@ -433,7 +419,7 @@ class Transfer(PushBase):
             engines.each("pause", lambda engine: engine.pause(mode))
         except EngineError:
             # No weights were changed; engines of an earlier, failed transfer stay paused.
-            if self._published is not None and self._server is not None:
+            if self._published_version is not None and self._server is not None:
                 self._server.resume_calls()
             raise
 

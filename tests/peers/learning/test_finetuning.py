@@ -21,13 +21,13 @@ from envserver_clients.finetuning.examples import (
     NOT_TRAINED,
     Encoder,
     ExampleCounts,
-    Limits,
     encoded_rows,
     pair_examples,
+    sft_examples,
     written,
 )
 from envserver_clients.finetuning.heldout import HeldOut
-from envserver_clients.finetuning.runs import check_apart, packed_difference
+from envserver_clients.finetuning.runs import TrainerData, check_apart, packed_difference
 from envserver_clients.finetuning.settings import DpoSettings, SftSettings, read_settings
 from envserver_clients.finetuning.trainers import dpo_trainer, sft_trainer
 from safetensors.torch import load_file
@@ -123,13 +123,9 @@ def trainer_of(model: Path, data: Path, folder: Path, *words: str) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(model)
     given = ["--model", str(model), "--data", str(data), "--output", "out", *words]
     settings = read_settings(SftSettings, "sft", given)
-    limits = Limits(settings.max_length, "drop")
-    rows = (
-        {"input_ids": row.ids, "labels": row.labels}
-        for row, _ in encoded_rows([data], Encoder(tokenizer), ExampleCounts(), limits)
-    )
+    rows = sft_examples(settings, [data], Encoder(tokenizer), ExampleCounts())
     train = written(rows, ("input_ids", "labels"), folder / "rows.arrow")
-    return sft_trainer(settings, tokenizer, train, None, folder / "work", [])
+    return sft_trainer(settings, TrainerData(tokenizer, train, None, folder / "work"))
 
 
 def test_the_loss_is_of_the_assistants_tokens_alone(model: Path, tmp_path: Path) -> None:
@@ -256,12 +252,12 @@ def test_of_a_pair_what_tools_answered_does_not_count(model: Path, tmp_path: Pat
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     path = write_jsonl(tmp_path / "pairs.jsonl", pairs(2))
-    rows = list(
-        pair_examples([path], Encoder(tokenizer), ExampleCounts(), max_length=99, too_long="drop")
-    )
     words = ["--model", str(model), "--data", str(path), "--output", "out", "--batch-size", "2"]
     given = read_settings(DpoSettings, "dpo", words)
-    trainer = dpo_trainer(given, tokenizer, Dataset.from_list(rows), None, tmp_path / "w", [])
+    rows = Dataset.from_list(
+        list(pair_examples(given, [path], Encoder(tokenizer), ExampleCounts()))
+    )
+    trainer = dpo_trainer(given, TrainerData(tokenizer, rows, None, tmp_path / "w"))
     with torch.no_grad():
         trainer.model.lm_head.weight.mul_(1.1)
         (batch,) = trainer.get_train_dataloader()
@@ -341,8 +337,9 @@ def test_a_model_that_mixes_packed_rows_is_refused(model: Path) -> None:
 def test_held_out_rows_are_measured_token_by_token(model: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     data = write_jsonl(tmp_path / "rows.jsonl", [*chats(5), with_call("one?")])
-    encoder, limits = Encoder(tokenizer), Limits(256, "drop")
-    rows = list(encoded_rows([data], encoder, ExampleCounts(), limits))
+    words = ["--model", str(model), "--data", str(data), "--output", "out", "--max-length", "256"]
+    settings = read_settings(SftSettings, "sft", words)
+    rows = list(encoded_rows([data], Encoder(tokenizer), ExampleCounts(), settings))
     net = float32(model)
     losses = []
     for row, _ in rows:

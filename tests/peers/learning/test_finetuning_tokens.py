@@ -14,6 +14,7 @@ from envserver_clients.finetuning.examples import (
     ExampleCounts,
     sft_examples,
 )
+from envserver_clients.finetuning.settings import SftSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_model import TEMPLATE, tokenizer
@@ -156,8 +157,8 @@ def examples(folder: Path, *rows: Any, **how: Any) -> tuple[list[Any], ExampleCo
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines))
     counts = ExampleCounts()
-    limits = {"max_length": 64, "too_long": "drop", **how}
-    return list(sft_examples([path], Encoder(tokenizer()), counts, **limits)), counts
+    chosen = SftSettings(model="", data=path, output=folder, max_length=64, **how)
+    return list(sft_examples(chosen, [path], Encoder(tokenizer()), counts)), counts
 
 
 def trained(labels: list[int]) -> str:

@@ -179,11 +179,11 @@ def run_sft_gen(argv: list[str]) -> int:
     line = read_run_spec(SFT_GEN, argv)
     show_logs(line.settings)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    stop = SignalStop(partial(console.print, markup=False))
+    stop = SignalStop(console.say)
     show = partial(ProgressView, console)
     made = run_loop(generate(line, line.make_environment(), show, stop))
     rows = f"{counted(made.rows, 'row')} of {counted(made.groups, 'group')}"
-    console.print(f"{rows} in {line.settings.filepath}", markup=False)
+    console.say(f"{rows} in {line.settings.filepath}")
     return 0 if made.ending == "done" else 130
 
 
@@ -296,7 +296,7 @@ def run_scenarios(argv: list[str]) -> int:
     configure_logs("warning", settings.log_format)
     models = scenarios.runners(_words(settings.models, "--models"), settings)
     labels = _words(settings.label, "--label")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True)
     failed = False
     for scenario, out in _scenarios(settings):
         try:
@@ -324,7 +324,7 @@ def run_scenarios(argv: list[str]) -> int:
                     )
                 )
         except KeyboardInterrupt:
-            console.print(f"Stopped: run the same command to continue {out}.", markup=False)
+            console.say(f"Stopped: run the same command to continue {out}.")
             raise
         _show_runs(console, runs, out)
         failed = failed or bool(runs.failed)
@@ -392,4 +392,4 @@ def _show_runs(console: Console, runs: Runs, out: Path) -> None:
     lines += [f"Failed: {words}" for words in runs.failed[:5]]
     lines.append(f"Traces in {out}")
     for text in lines:
-        console.print(text, markup=False)
+        console.say(text)

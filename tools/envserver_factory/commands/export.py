@@ -112,12 +112,12 @@ def run_export(argv: list[str]) -> int:
 
     settings = EXPORT.read(argv)
     show_logs(settings)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True)
     out = settings.out
     try:
         tally = _export(settings, out, console)
     except KeyboardInterrupt:
-        console.print(f"Stopped: {out} was not changed.", markup=False)
+        console.say(f"Stopped: {out} was not changed.")
         raise
     _show(console, tally, f"in {out}")
     if settings.push_to_hub is not None:
@@ -184,9 +184,9 @@ def _push(console: Console, folder: Path, name: str, *, dry_run: bool) -> None:
     from ..publishing.models import push
 
     if dry_run:
-        console.print(f"Not pushed: {folder} has what would be pushed to {name}.", markup=False)
+        console.say(f"Not pushed: {folder} has what would be pushed to {name}.")
     else:
-        console.print(f"Pushed to {push(folder, name)}", markup=False)
+        console.say(f"Pushed to {push(folder, name)}")
 
 
 def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -> Format:
@@ -252,7 +252,7 @@ def _show(console: Console, tally: Tally, place: str) -> None:
     files = f"{counted(tally.files, 'file')}, {tally.bytes:,} bytes, "
     lines.append(f"{files if tally.files else ''}{place}")
     for text in lines:
-        console.print(text, markup=False)
+        console.say(text)
 
 
 _CONVERT = """Converts files to unified trajectories: trajectories of other agents (JSON with

@@ -652,7 +652,7 @@ def _generate(settings: GenerateSettings) -> GroupRun:
         overwrite=settings.overwrite,
         expected=environment.config.total_steps,
         show=partial(ProgressView, console),
-        stop=SignalStop(partial(console.print, markup=False)),
+        stop=SignalStop(console.say),
     )
     try:
         run_loop(run.run())

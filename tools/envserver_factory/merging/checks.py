@@ -19,9 +19,10 @@ from typing import Any, Final
 
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
+from envserver_records.files import read_object, sha256_of
 
-from .tensors import Model, Tensor, Weights, is_adapter, read_object
-from .writing import Made, Recipe, appearing, check_places, digest_of, facts_of, write_card
+from .tensors import Model, Tensor, Weights, is_adapter
+from .writing import Made, Recipe, appearing, check_places, facts_of, write_card
 
 FAST: Final = "tokenizer.json"
 _OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
@@ -95,7 +96,7 @@ def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and digest_of(one) == digest_of(other)
+    return one.stat().st_size == other.stat().st_size and sha256_of(one) == sha256_of(other)
 
 
 Names = Mapping[str, str | None]
@@ -335,7 +336,7 @@ def merge_with(
                     method=method.name,
                     versions={"mergekit": version},
                 )
-                files = {path.name: digest_of(path) for path in made.files()}
+                files = {path.name: sha256_of(path) for path in made.files()}
             text = yaml.safe_dump(_portable(config), sort_keys=False)
             (folder / CONFIG).write_text(text, encoding="utf-8")
             formula = f"{method.name} of {', '.join(_names(recipe))}, by mergekit ({CONFIG})"

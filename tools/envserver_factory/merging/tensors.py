@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Final, Protocol, Self
 
 import numpy as np
 from envserver_records.errors import InputError, NotFoundError
+from envserver_records.files import read_object
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
@@ -418,17 +419,6 @@ def is_adapter(folder: Path) -> bool:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     return read_object(folder / CONFIG)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads a file with a JSON object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        raise ValueError("it is not an object")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
 
 
 def _refuse(folder: Path, config: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 
 import numpy as np
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
-from envserver_records.files import replace_folder, sync_tree
+from envserver_records.files import replace_folder, sha256_of, sync_tree
 
 from envserver.version import __version__
 
@@ -323,7 +323,7 @@ def facts_of(
     inputs = []
     for folder, model in models.items():
         for path in model.files():
-            digests[path] = digests.get(path) or digest_of(path)
+            digests[path] = digests.get(path) or sha256_of(path)
         files = {_file(folder, path): digests[path] for path in model.files()}
         inputs.append({"name": _name(folder), "files": files})
     vectors = [
@@ -382,9 +382,3 @@ def _name(folder: Path) -> str:
 
 def _file(folder: Path, path: Path) -> str:
     return path.name if path.parent == folder else f"{path.parent.name}/{path.name}"
-
-
-def digest_of(path: Path) -> str:
-    """Returns the sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -23,7 +23,7 @@ from typing import Any, Final
 import yaml
 from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.extras import install_command
-from envserver_records.files import replacing_path, storing
+from envserver_records.files import read_object, replacing_path, sha256_of, storing
 
 _KIND: Final = "envserver/"
 """Beginning of the data set type of our results."""
@@ -211,7 +211,7 @@ def plan(
     return Plan(repository, files, left_out, private)
 
 
-def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> str:
+def publish(planned: Plan) -> str:
     hub = _library("huggingface_hub", "Publishing")
     api = hub.HfApi()
     name = planned.repository
@@ -232,7 +232,9 @@ def publish(planned: Plan, *, message: str = "Model uploaded by envserver") -> s
             hint="Publish with --public, or under another name.",
         )
     try:
-        done = api.create_commit(name, operations, commit_message=message, repo_type="model")
+        done = api.create_commit(
+            name, operations, commit_message="Model uploaded by envserver", repo_type="model"
+        )
     except Exception as error:
         raise _refused(f"{name} cannot be published", error) from error
     return str(done.commit_url)
@@ -282,7 +284,7 @@ def _check_finished(folder: Path, names: Sequence[str]) -> None:
         )
     for name in names:
         if name.endswith(".index.json"):
-            shards = _object(folder / name).get("weight_map")
+            shards = read_object(folder / name).get("weight_map")
             if not isinstance(shards, dict):
                 raise InputError(f"{folder / name} has no weight_map.")
             if missing := sorted({str(shard) for shard in shards.values()} - set(names)):
@@ -305,7 +307,7 @@ def _changed(
     ):
         if name not in names:
             continue
-        config = _object(folder / name)
+        config = read_object(folder / name)
         base_name = config.get(key)
         if key == "base_model_name_or_path" and base_model is not None:
             config[key] = base_model
@@ -319,7 +321,7 @@ def _changed(
         if config.get(key) != base_name:
             made[name] = (json.dumps(config, indent=2) + "\n").encode()
     card = folder / _CARD
-    text = _text(card) if card.is_file() else f"# {repository}\n"
+    text = _read(card) if card.is_file() else f"# {repository}\n"
     header, body = split_card(text)
     header |= {
         key: value
@@ -339,6 +341,13 @@ def _changed(
     return {**made, _CARD: text.encode()}
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from error
+
+
 def _is_here(name: str) -> bool:
     return not _BASE.fullmatch(name) or Path(name).is_dir()
 
@@ -352,9 +361,7 @@ def _planned(folder: Path, name: str, content: bytes | None) -> PlannedFile:
         _check_secrets(_safetensors_header(path), path)
     else:
         _check_secrets(path.read_bytes(), path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return PlannedFile(name, path, path.stat().st_size, digest)
+    return PlannedFile(name, path, path.stat().st_size, sha256_of(path))
 
 
 def _safetensors_header(path: Path) -> bytes:
@@ -377,23 +384,6 @@ def _check_secrets(content: bytes, path: Path) -> None:
             f"{path} seems to contain {found[0]}: nothing was uploaded.",
             hint="Remove it from the file, and revoke it if the file was ever shared.",
         )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from error
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(_text(path))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} must be a JSON object.")
-    return value
 
 
 # Targets: a path; any URL that fsspec knows (`gs://bucket/prefix`, `s3://...`, `memory://...`); a

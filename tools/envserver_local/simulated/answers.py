@@ -4,9 +4,7 @@ Invariants: the same seed and the same requests in the same order give the same 
 `/v1/chat/completions`, `/v1/completions` and `/generate` give the same tokens for the same prompt
 and the same `seed`; a token's logprob is the same wherever it is reported.
 
-Fields are where vLLM 0.32 puts them: `prompt_token_ids` at the top of a chat answer and of its
-first chunk, but inside the choice in completions; `token_ids` always in the choice. The end-of-turn
-token is among the ids and logprobs and has no text.
+The end-of-turn token is among the ids and logprobs and has no text.
 """
 
 from __future__ import annotations
@@ -17,7 +15,8 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import chain, islice, zip_longest
+from dataclasses import dataclass
+from itertools import chain, islice, repeat, starmap, zip_longest
 from typing import Any, Literal
 
 import msgspec
@@ -25,24 +24,38 @@ import msgspec
 from envserver.settings.config import SimConfig
 
 from .policy import Speaker, Wish, generator
-from .tokenizer import (
+from .requests import (
     Body,
     ChatBody,
     CompletionBody,
-    Conversation,
     DetokenizeBody,
     GenerateBody,
-    Prompt,
-    SimTokenizer,
     TokenizeBody,
-    call_spans,
     check_chat,
     check_sampling,
+    read,
+)
+from .responses import (
+    Answer,
+    Json,
+    Ranked,
+    chat_facts,
+    chat_starts,
+    chat_whole,
+    completion_facts,
+    completion_whole,
+    ranked,
+    usage_chunk,
+)
+from .tokenizer import (
+    Conversation,
+    Prompt,
+    SimTokenizer,
+    call_spans,
     checked_tools,
     conversation_of_text,
     parsed,
     plain_messages,
-    read,
     refusal,
 )
 
@@ -59,21 +72,19 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     keep_stop: bool = False
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. `finish` is "stop" or "length"; `stop_reason` the stop string or token id."""
+@dataclass(eq=False, kw_only=True)
+class Completion(Answer):
+    """`key`: makes ids of answers and calls."""
 
     text: str
-    ids: list[int]
-    logprobs: list[float]
     finish: str
-    stop_reason: int | str | None
     key: str
 
 
 def completed(
-    tokenizer: SimTokenizer, prompt: Prompt, sampled: list[int], ending: Ending, key: str
+    tokenizer: SimTokenizer, prompt: Prompt, sampled: list[int], ending: Ending, key: str, top: int
 ) -> Completion:
-    """The answer `sampled` after `prompt`, up to what ends it first.
+    """The answer `sampled` after `prompt`, up to what ends it first; `top`: see `Answer.tops`.
 
     As in vLLM, a stop string cuts the text, but all sampled tokens stay, including the one that
     completed the stop string; the end-of-turn token and stop tokens have no text. If the ids do not
@@ -87,10 +98,29 @@ def completed(
         start, end, stop_string = stop
         ids, finish, reason = ids[: bisect_left(ends, end) + 1], "stop", stop_string
         text = text[: end if ending.keep_stop else start]
-    logprobs = tokenizer.logits.score(prompt.fold, len(prompt.ids), ids).tolist()
+    scores, tops = _scored(tokenizer, prompt.fold, len(prompt.ids), ids, top)
     return Completion(
-        text=text, ids=ids, logprobs=logprobs, finish=finish, stop_reason=reason, key=key
+        prompt=prompt.ids,
+        ids=ids,
+        logprobs=scores,
+        tops=tops,
+        text=text,
+        finish=finish,
+        stop_reason=reason,
+        key=key,
     )
+
+
+def _scored(
+    tokenizer: SimTokenizer, fold: int, length: int, ids: list[int], top: int
+) -> tuple[list[float], list[Ranked]]:
+    """The logprobs of `ids` after a prefix, and the `top` most likely tokens at each place."""
+    scores = tokenizer.logits.score(fold, length, ids).tolist()
+    if not top:
+        return scores, []
+    others = tokenizer.logits.alternatives(fold, length, ids, top - 1) if top > 1 else repeat([])
+    pairs = zip(ids, scores, others, strict=False)
+    return scores, [[(index, score), *rest] for index, score, rest in pairs]
 
 
 def _cut(ids: list[int], ending: Ending, im_end: int) -> tuple[list[int], str, int | str | None]:
@@ -112,15 +142,6 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
 MODEL = "sim"
 FINGERPRINT = "envserver-sim"
 
-Json = dict[str, Any]
-
-
-class Sampled(msgspec.Struct, frozen=True):
-    """A prompt with its `n` answers."""
-
-    prompt: Prompt
-    completions: list[Completion]
-
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a chat request; `choice`: how tools may be used (see `check_chat`)."""
@@ -128,37 +149,31 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: SimTokenizer
     body: ChatBody
     choice: str
-    sampled: Sampled
+    completions: list[Completion]
     created: int
 
     def whole(self) -> Json:
-        prompt = self.sampled.prompt
-        scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
-        return {
-            **self._head("chat.completion"),
-            "choices": [
-                self._choice(index, completion)
-                for index, completion in enumerate(self.sampled.completions)
-            ],
-            "usage": usage([self.sampled]),
-            "prompt_logprobs": scored,
-            "prompt_token_ids": prompt.ids if self.body.return_token_ids else None,
-        }
+        messages, ends = [], []
+        for completion in self.completions:
+            content, calls = self._parsed(completion)
+            message: Json = {"role": "assistant", "content": content}
+            if calls:
+                message["tool_calls"] = calls
+            messages.append(message)
+            ends.append(self._finish(completion, calls))
+        head = self._head("chat.completion")
+        return chat_whole(self.tokenizer, self.body, head, self.completions, messages, ends)
 
     def chunks(self) -> Iterator[Json]:
         """The answer token by token, one token of each choice in turn."""
         head = self._head("chat.completion.chunk")
-        for index in range(len(self.sampled.completions)):
-            delta = {"role": "assistant", "content": ""}
-            first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-            ids = {"prompt_token_ids": self.sampled.prompt.ids}
-            yield {**head, "choices": [first], **(ids if self.body.return_token_ids else {})}
-        for choices in zip_longest(*map(self._steps, range(len(self.sampled.completions)))):
+        yield from chat_starts(self.body, head, self.completions)
+        for choices in zip_longest(*starmap(self._steps, enumerate(self.completions))):
             yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
-        yield from _usage_chunk(self.body, head, [self.sampled])
+        yield from usage_chunk(self.body, head, self.completions, len(self.completions))
 
     def _head(self, kind: str) -> Json:
-        return _head(f"chatcmpl-{self.sampled.completions[0].key}", kind, self.created)
+        return _head(f"chatcmpl-{self.completions[0].key}", kind, self.created)
 
     def _parsed(self, completion: Completion) -> tuple[str | None, list[Json]]:
         """Content and calls; without tools in the request nothing is parsed as a call."""
@@ -178,53 +193,18 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
         named = self.choice not in ("none", "auto", "required")
         return "tool_calls" if calls and not named else completion.finish
 
-    def _choice(self, index: int, completion: Completion) -> Json:
-        content, calls = self._parsed(completion)
-        message: Json = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
-        choice = {
-            "index": index,
-            "message": message,
-            "logprobs": {"content": self._logprobs(completion)} if self.body.logprobs else None,
-            "finish_reason": self._finish(completion, calls),
-            "stop_reason": completion.stop_reason,
-        }
-        return choice | ({"token_ids": completion.ids} if self.body.return_token_ids else {})
-
-    def _logprobs(self, completion: Completion) -> list[Json]:
-        top = self.body.top_logprobs or 0
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-
-        def entry(index: int, logprob: float) -> Json:
-            token = _name(self.tokenizer, index, as_ids)
-            return {
-                "token": token,
-                "logprob": logprob,
-                "bytes": list(self.tokenizer.bytes_of[index]),
-            }
-
-        rows = _ranked(self.tokenizer, self.sampled.prompt, completion, top)
-        return [
-            {**entry(*row[0]), "top_logprobs": [entry(*pair) for pair in row[:top]]} for row in rows
-        ]
-
-    def _steps(self, number: int) -> Iterator[Json]:
-        completion = self.sampled.completions[number]
+    def _steps(self, number: int, completion: Completion) -> Iterator[Json]:
         _, calls = self._parsed(completion)
-        scored = self._logprobs(completion) if self.body.logprobs else None
         last = len(completion.ids) - 1
         for place, delta in enumerate(_deltas(self.tokenizer, completion, calls)):
             choice = {
                 "index": number,
                 "delta": delta,
-                "logprobs": {"content": [scored[place]]} if scored else None,
+                **chat_facts(self.tokenizer, self.body, completion, place, place + 1),
                 "finish_reason": None if place < last else self._finish(completion, calls),
             }
             if place == last:
                 choice["stop_reason"] = completion.stop_reason
-            if self.body.return_token_ids:
-                choice["token_ids"] = [completion.ids[place]]
             yield choice
 
 
@@ -233,61 +213,25 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     tokenizer: SimTokenizer
     body: CompletionBody
-    sampled: list[Sampled]
+    completions: list[Completion]
     created: int
 
     def whole(self) -> Json:
-        choices = [self._choice(prompt, completion) for prompt, completion in self._pairs()]
-        for index, choice in enumerate(choices):
-            choice["index"] = index
-        return {**self._head(), "choices": choices, "usage": usage(self.sampled)}
+        texts = [completion.text for completion in self.completions]
+        return completion_whole(self.tokenizer, self.body, self._head(), self.completions, texts)
 
     def chunks(self) -> Iterator[Json]:
         head = self._head()
-        steps = [self._steps(index, *pair) for index, pair in enumerate(self._pairs())]
-        for choices in zip_longest(*steps):
+        for choices in zip_longest(*starmap(self._steps, enumerate(self.completions))):
             yield from ({**head, "choices": [choice]} for choice in choices if choice is not None)
-        yield from _usage_chunk(self.body, head, self.sampled)
-
-    def _pairs(self) -> list[tuple[Prompt, Completion]]:
-        return [(one.prompt, completion) for one in self.sampled for completion in one.completions]
+        yield from usage_chunk(self.body, head, self.completions, self.body.n or 1)
 
     def _head(self) -> Json:
-        key = self.sampled[0].completions[0].key
-        return _head(f"cmpl-{key}", "text_completion", self.created)
+        return _head(f"cmpl-{self.completions[0].key}", "text_completion", self.created)
 
-    def _choice(self, prompt: Prompt, completion: Completion) -> Json:
-        scored = _prompt_logprobs(self.tokenizer, prompt, self.body.prompt_logprobs)
-        return {
-            "index": 0,
-            "text": completion.text,
-            "logprobs": self._logprobs(prompt, completion),
-            "finish_reason": completion.finish,
-            "stop_reason": completion.stop_reason,
-            "prompt_logprobs": scored,
-            "prompt_token_ids": prompt.ids if self.body.return_token_ids else None,
-            "token_ids": completion.ids if self.body.return_token_ids else None,
-        }
-
-    def _logprobs(self, prompt: Prompt, completion: Completion) -> Json | None:
-        if self.body.logprobs is None or self.body.logprobs is False:
-            return None
-        as_ids = bool(self.body.return_tokens_as_token_ids)
-        rows = _ranked(self.tokenizer, prompt, completion, int(self.body.logprobs))
-        tokens = [_name(self.tokenizer, index, as_ids) for index in completion.ids]
-        offsets, end = [], 0
-        for token in tokens:
-            offsets.append(end)
-            end += len(token)
-        return {
-            "text_offset": offsets,
-            "token_logprobs": completion.logprobs,
-            "tokens": tokens,
-            "top_logprobs": [_by_name(self.tokenizer, row, as_ids) for row in rows],
-        }
-
-    def _steps(self, number: int, prompt: Prompt, completion: Completion) -> Iterator[Json]:
-        logprobs = self._logprobs(prompt, completion)
+    def _steps(self, number: int, completion: Completion) -> Iterator[Json]:
+        facts = completion_facts(self.tokenizer, self.body, completion)
+        logprobs = facts["logprobs"]
         last = len(completion.ids) - 1
         for place, delta in enumerate(_deltas(self.tokenizer, completion, [])):
             here = slice(place, place + 1)
@@ -299,7 +243,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
                 "stop_reason": completion.stop_reason if place == last else None,
             }
             if self.body.return_token_ids:
-                choice["prompt_token_ids"] = prompt.ids if place == 0 else None
+                choice["prompt_token_ids"] = completion.prompt if place == 0 else None
                 choice["token_ids"] = completion.ids[here]
             yield choice
 
@@ -307,29 +251,23 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a request to Atropos's `/generate`; it has no chunks."""
 
-    tokenizer: SimTokenizer
     body: GenerateBody
-    sampled: Sampled
+    prompt: str
+    completions: list[Completion]
 
     def whole(self) -> Json:
         """Each position of `logprobs` is a list of one `{id: logprob}`."""
-        completions = self.sampled.completions
         answer: Json = {
-            "text": [completion.text for completion in completions],
-            "prompt": self.sampled.prompt.text,
-            "finish_reasons": [completion.finish for completion in completions],
-            "prompt_token_ids": self.sampled.prompt.ids,
-            "token_ids": [completion.ids for completion in completions],
+            "text": [completion.text for completion in self.completions],
+            "prompt": self.prompt,
+            "finish_reasons": [completion.finish for completion in self.completions],
+            "prompt_token_ids": self.completions[0].prompt,
+            "token_ids": [completion.ids for completion in self.completions],
         }
         if self.body.logprobs is not None and self.body.logprobs is not False:
             answer["logprobs"] = [
-                [
-                    [{str(index): logprob for index, logprob in row}]
-                    for row in _ranked(
-                        self.tokenizer, self.sampled.prompt, completion, int(self.body.logprobs)
-                    )
-                ]
-                for completion in completions
+                [[{str(index): logprob for index, logprob in row}] for row in ranked(completion)]
+                for completion in self.completions
             ]
         return answer
 
@@ -337,47 +275,6 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def _head(name: str, kind: str, created: int) -> Json:
     head = {"id": name, "object": kind, "created": created}
     return {**head, "model": MODEL, "system_fingerprint": FINGERPRINT}
-
-
-def _usage_chunk(body: Body, head: Json, sampled: list[Sampled]) -> Iterator[Json]:
-    if body.stream_options and body.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": usage(sampled)}
-
-
-def usage(sampled: list[Sampled]) -> Json:
-    asked = sum(len(one.prompt.ids) for one in sampled)
-    said = sum(len(completion.ids) for one in sampled for completion in one.completions)
-    return {"prompt_tokens": asked, "total_tokens": asked + said, "completion_tokens": said}
-
-
-def _ranked(
-    tokenizer: SimTokenizer, prompt: Prompt, completion: Completion, top: int
-) -> list[list[tuple[int, float]]]:
-    """For each token its id and logprob, then likely others: `top` in all, at least one."""
-    sampled = list(zip(completion.ids, completion.logprobs, strict=True))
-    if top < 2:
-        return [[pair] for pair in sampled]
-    others = tokenizer.logits.alternatives(prompt.fold, len(prompt.ids), completion.ids, top - 1)
-    return [[pair, *rest] for pair, rest in zip(sampled, others, strict=True)]
-
-
-def _prompt_logprobs(
-    tokenizer: SimTokenizer, prompt: Prompt, top: int | None
-) -> list[Json | None] | None:
-    if top is None:
-        return None
-    scores = tokenizer.logits.score(0, 0, prompt.ids).tolist()
-    others: list[list[tuple[int, float]]] = [[] for _ in prompt.ids]
-    if top > 1:
-        others = tokenizer.logits.alternatives(0, 0, prompt.ids, top - 1)
-    rows: list[Json | None] = [
-        {
-            str(index): {"logprob": value, "rank": rank, "decoded_token": tokenizer.strings[index]}
-            for rank, (index, value) in enumerate([(token, score), *rest], start=1)
-        }
-        for token, score, rest in zip(prompt.ids, scores, others, strict=True)
-    ]
-    return [None, *rows[1:]]
 
 
 def _deltas(tokenizer: SimTokenizer, completion: Completion, calls: list[Json]) -> Iterator[Json]:
@@ -406,18 +303,6 @@ def _deltas(tokenizer: SimTokenizer, completion: Completion, calls: list[Json]) 
             delta["tool_calls"] = pieces
         yield delta
         before = now
-
-
-def _name(tokenizer: SimTokenizer, index: int, as_ids: bool) -> str:
-    return f"token_id:{index}" if as_ids else tokenizer.strings[index]
-
-
-def _by_name(tokenizer: SimTokenizer, row: list[tuple[int, float]], as_ids: bool) -> Json:
-    """Logprobs by token text; of tokens with the same text the more likely one counts."""
-    named: Json = {}
-    for index, value in row:
-        named.setdefault(_name(tokenizer, index, as_ids), value)
-    return named
 
 
 def _digest(text: str, size: int) -> str:
@@ -492,31 +377,38 @@ class Planner:
         choice = check_chat(body, {tool["function"]["name"] for tool in tools})
         conversation = Conversation(plain_messages(body.messages), tools)
         prompt = self._prompt(self._tokenizer.render(conversation.messages, tools))
-        limit = body.max_completion_tokens or body.max_tokens
         wish = Wish(
             rollout_id=rollout_id,
             choice=choice,
             parallel=body.parallel_tool_calls is not False,
             response_format=body.response_format,
         )
-        sampled, fault = self._sample(prompt, conversation, body, wish, limit)
+        top = body.top_logprobs if body.logprobs else 0
+        completions, fault = self._sample(prompt, conversation, body, wish, body.limit, top or 0)
         answer = ChatAnswer(
             tokenizer=self._tokenizer,
             body=body,
             choice=choice,
-            sampled=sampled,
+            completions=completions,
             created=int(time.time()),
         )
-        return _plan(answer, body, [sampled], fault)
+        return _plan(answer, body, fault)
 
     def _complete(self, body: CompletionBody, rollout_id: str) -> Plan:
         check_sampling(body)
-        pairs = [self._continued(prompt, body, rollout_id) for prompt in self._prompts(body.prompt)]
-        sampled = [pair[0] for pair in pairs]
+        completions: list[Completion] = []
+        faults: list[Fault | None] = []
+        for prompt in self._prompts(body.prompt):
+            more, fault = self._continued(prompt, body, rollout_id)
+            completions += more
+            faults.append(fault)
         answer = CompletionAnswer(
-            tokenizer=self._tokenizer, body=body, sampled=sampled, created=int(time.time())
+            tokenizer=self._tokenizer,
+            body=body,
+            completions=completions,
+            created=int(time.time()),
         )
-        return _plan(answer, body, sampled, next((fault for _, fault in pairs if fault), None))
+        return _plan(answer, body, next(filter(None, faults), None))
 
     def _generate(self, body: GenerateBody, rollout_id: str) -> Plan:
         check_sampling(body)
@@ -528,18 +420,18 @@ class Planner:
         prompts = self._prompts(wanted)
         if len(prompts) != 1:
             raise refusal("There must be one prompt.", param="prompt")
-        sampled, fault = self._continued(prompts[0], body, rollout_id)
-        answer = GenerateAnswer(tokenizer=self._tokenizer, body=body, sampled=sampled)
-        return _plan(answer, body, [sampled], fault)
+        completions, fault = self._continued(prompts[0], body, rollout_id)
+        answer = GenerateAnswer(body=body, prompt=prompts[0].text, completions=completions)
+        return _plan(answer, body, fault)
 
     def _continued(
         self, prompt: Prompt, body: CompletionBody, rollout_id: str
-    ) -> tuple[Sampled, Fault | None]:
+    ) -> tuple[list[Completion], Fault | None]:
         conversation = conversation_of_text(prompt.text)
         choice = "auto" if conversation.tools else "none"
         wish = Wish(rollout_id=rollout_id, choice=choice)
         limit = 16 if body.max_tokens is None else body.max_tokens
-        return self._sample(prompt, conversation, body, wish, limit)
+        return self._sample(prompt, conversation, body, wish, limit, int(body.logprobs or 0))
 
     def _sample(
         self,
@@ -548,7 +440,10 @@ class Planner:
         body: Body,
         wish: Wish,
         limit: int | None,
-    ) -> tuple[Sampled, Fault | None]:
+        top: int,
+    ) -> tuple[list[Completion], Fault | None]:
+        if body.echo:
+            raise refusal("The simulated engine has no `echo`.", param="echo")
         if body.model not in (None, MODEL):
             raise refusal(f"The model {body.model!r} does not exist.", param="model", status=404)
         context = self._config.context_tokens
@@ -574,8 +469,12 @@ class Planner:
             if chance.random() < self._config.truncate_rate:
                 ids = ids[: chance.randint(1, max(1, len(ids) - 1))]
             name = hashlib.blake2b(f"{key}|{asked}".encode(), digest_size=12).hexdigest()
-            completions.append(completed(self._tokenizer, prompt, ids, ending, name))
-        return Sampled(prompt, completions), fault
+            completions.append(completed(self._tokenizer, prompt, ids, ending, name, top))
+        if (most := body.prompt_logprobs) is not None:
+            _, scored = _scored(self._tokenizer, 0, 0, prompt.ids, max(1, most))
+            for completion in completions:
+                completion.scored = scored[1:]
+        return completions, fault
 
     def _fault(self, chance: random.Random) -> Fault | None:
         failed = chance.random() < self._config.error_rate
@@ -653,12 +552,9 @@ class Planner:
 
 
 def _plan(
-    answer: ChatAnswer | CompletionAnswer | GenerateAnswer,
-    body: Body,
-    sampled: list[Sampled],
-    fault: Fault | None,
+    answer: ChatAnswer | CompletionAnswer | GenerateAnswer, body: Body, fault: Fault | None
 ) -> Plan:
-    tokens = max(len(completion.ids) for one in sampled for completion in one.completions)
+    tokens = max(len(completion.ids) for completion in answer.completions)
     return Plan(answer=answer, fault=fault, tokens=tokens, stream=bool(body.stream))
 
 

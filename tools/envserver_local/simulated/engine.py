@@ -31,8 +31,9 @@ from envserver.models.engine import EngineRequest, ReplicaHealth
 from envserver.settings.config import SimConfig
 from envserver.version import __version__
 
-from .answers import MODEL, Json, Plan, Planner
+from .answers import MODEL, Plan, Planner
 from .policy import Policy, Said, Solver, Speaker, Wish, without_specials
+from .responses import Json
 from .tokenizer import (
     Conversation,
     SimTokenizer,

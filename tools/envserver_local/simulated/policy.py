@@ -17,8 +17,8 @@ import math
 import random
 import re
 import string
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any, Protocol
 
 import msgspec
@@ -180,28 +180,17 @@ class TextSolver:
             length = min(len(question), 24)
             endings = self._by_ending.setdefault(length, {})
             endings.setdefault(question[-length:], []).append(question)
-        self._found: OrderedDict[str, Solution | None] = OrderedDict()
+        self._last_question = lru_cache(_REMEMBERED_TEXTS)(self._find_last_question)
 
     def solve(self, messages: list[Message], rollout_id: str) -> Solution | None:
         for message in reversed(messages):
             if message.get("role") == "user":
-                solution = self._remembered(str(message.get("content") or ""))
-                if solution is not None:
-                    return solution
+                question = self._last_question(str(message.get("content") or ""))
+                if question is not None:
+                    return self._solutions[question]
         return None
 
-    def _remembered(self, text: str) -> Solution | None:
-        if text in self._found:
-            self._found.move_to_end(text)
-            return self._found[text]
-        question = self._last_question(text)
-        solution = None if question is None else self._solutions[question]
-        self._found[text] = solution
-        if len(self._found) > _REMEMBERED_TEXTS:
-            self._found.popitem(last=False)
-        return solution
-
-    def _last_question(self, text: str) -> str | None:
+    def _find_last_question(self, text: str) -> str | None:
         for end in range(len(text), 0, -1):
             here = [
                 question

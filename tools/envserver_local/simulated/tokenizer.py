@@ -15,15 +15,16 @@ import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 from envserver_records.errors import EngineRefused
 from envserver_records.records import Logprobs, Message
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from envserver.tokens.chat_format import ChatTemplate
 
 from . import ASSETS
 
@@ -35,7 +36,7 @@ _DRAWS = 16
 U64 = NDArray[np.uint64]
 
 
-def _mixed(values: U64) -> U64:
+def mixed_bits(values: U64) -> U64:
     """Scrambles 64-bit numbers bijectively (the finalizer of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -64,8 +65,8 @@ class Logits:
     def __init__(self, vocabulary_size: int, max_length: int) -> None:
         self.vocabulary_size = vocabulary_size
         every = np.arange(1, vocabulary_size + 1, dtype=np.uint64)
-        self._mix = _mixed(every * np.uint64(0xD6E8FEB86659FD93))
-        self._salt = _mixed(every * np.uint64(0xA0761D6478BD642F))
+        self._mix = mixed_bits(every * np.uint64(0xD6E8FEB86659FD93))
+        self._salt = mixed_bits(every * np.uint64(0xA0761D6478BD642F))
         powers = np.full(max_length + 1, _BASE, dtype=np.uint64)
         powers[0] = 1
         self._powers = np.cumprod(powers, dtype=np.uint64)
@@ -97,7 +98,7 @@ class Logits:
         chosen = self._look_up(before, tokens)
         steps = np.arange(1, _DRAWS * count + 1, dtype=np.uint64) * np.uint64(_BASE)
         seeds = before[:, None] + steps[None, :]
-        drawn = (_mixed(seeds) % np.uint64(self.vocabulary_size)).astype(np.intp)
+        drawn = (mixed_bits(seeds) % np.uint64(self.vocabulary_size)).astype(np.intp)
         scores = self._look_up(before[:, None], drawn)
         rows = []
         for best, names, values in zip(
@@ -113,7 +114,7 @@ class Logits:
         return before
 
     def _look_up(self, before: U64, tokens: NDArray[np.intp]) -> Logprobs:
-        bins = _mixed(before ^ self._salt[tokens]) >> np.uint64(52)
+        bins = mixed_bits(before ^ self._salt[tokens]) >> np.uint64(52)
         return self._table[bins.astype(np.intp)]
 
 
@@ -145,11 +146,10 @@ class SimTokenizer:
         self.im_end: int = next(i for i, token in specials.items() if token.content == IM_END)
         self.bytes_of = [self._bytes(index) for index in range(self.size)]
         self.strings = [piece.decode("utf-8", "replace") for piece in self.bytes_of]
+        self.spelling, self.name = self.bytes_of.__getitem__, self.strings.__getitem__
         self._block = lru_cache(maxsize=_CACHED_BLOCKS)(self._encoded_block)
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = _to_json
         source = (ASSETS / "chat_template.jinja").read_text(encoding="utf-8")
-        self._template = environment.from_string(source)
+        self._template = ChatTemplate(source, {})
 
     def encode(self, text: str) -> list[int]:
         """Special tokens in the text become special ids."""
@@ -207,7 +207,7 @@ class SimTokenizer:
     ) -> str:
         """Contents are text, arguments of calls JSON text or objects."""
         return self._template.render(
-            messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
+            messages, tools, generation_prompt=add_generation_prompt, kwargs={}
         )
 
     def _bytes(self, index: int) -> bytes:
@@ -468,123 +468,3 @@ def _offered(messages: list[Message]) -> list[dict[str, Any]]:
     except ValueError:
         return []
     return [tool for tool in tools if _is_tool(tool)]
-
-
-T = TypeVar("T", bound=msgspec.Struct)
-
-Count = Annotated[int, msgspec.Meta(ge=1, le=128)]
-Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
-Length = Annotated[int, msgspec.Meta(ge=1)]
-
-
-class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool | None = False
-
-
-class Sampled(msgspec.Struct, kw_only=True):
-    n: Count | None = 1
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = False
-    temperature: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    prompt_logprobs: Top | None = None
-
-    def stops(self) -> list[str]:
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in stop if text]
-
-
-class Body(Sampled, kw_only=True):
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
-    return_tokens_as_token_ids: bool | None = False
-    echo: bool | None = False
-
-
-class ChatBody(Body, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    max_tokens: Length | None = None
-    max_completion_tokens: Length | None = None
-    logprobs: bool | None = False
-    top_logprobs: Top | None = 0
-    response_format: dict[str, Any] | None = None
-    continue_final_message: bool | None = False
-    add_generation_prompt: bool = True
-
-
-class CompletionBody(Body, kw_only=True):
-    prompt: Any
-    max_tokens: Length | None = 16
-    logprobs: Top | bool | None = None
-
-
-class GenerateBody(CompletionBody, kw_only=True):
-    """Atropos's own endpoint of its example trainer's vLLM server."""
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    return_token_strs: bool | None = False
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: list[int]
-    model: str | None = None
-
-
-def read(body: Any, kind: type[T]) -> T:
-    """The `param` of an EngineRefused is the wrong field's place."""
-    try:
-        return msgspec.convert(body, kind)
-    except (msgspec.ValidationError, UnicodeEncodeError) as error:
-        words, _, place = str(error).partition(" - at ")
-        param = place.strip("`").removeprefix("$.") or None
-        raise refusal(f"{param or 'The body'}: {words}.", param=param) from error
-
-
-def check_sampling(body: Body) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise refusal("Stream options need `stream`.", param="stream_options")
-    if body.temperature == 0 and (body.n or 1) > 1:
-        raise refusal("`n` must be 1 when the temperature is 0.", param="n")
-    if body.stream and body.prompt_logprobs is not None:
-        raise refusal("Prompt logprobs cannot be streamed.", param="prompt_logprobs")
-    if body.echo:
-        raise refusal("The simulated engine has no `echo`.", param="echo")
-
-
-def check_chat(body: ChatBody, names: set[str]) -> str:
-    """How tools may be used: "none", "auto", "required" or the name of a required tool."""
-    check_sampling(body)
-    if body.top_logprobs and not body.logprobs:
-        raise refusal("`top_logprobs` needs `logprobs`.", param="top_logprobs")
-    if body.continue_final_message or not body.add_generation_prompt:
-        raise refusal(
-            "The simulated engine only begins new messages.", param="continue_final_message"
-        )
-    choice = body.tool_choice
-    if choice is None:
-        return "auto" if names else "none"
-    if choice == "none":
-        return "none"
-    if not names:
-        raise refusal("`tool_choice` needs `tools`.", param="tool_choice")
-    if isinstance(choice, str):
-        if choice in ("auto", "required"):
-            return choice
-        raise refusal(f"Unknown tool choice {choice!r}.", param="tool_choice")
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if name not in names:
-        raise refusal("`tool_choice` does not name one of the tools.", param="tool_choice")
-    return str(name)

@@ -20,11 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import torch
 from envserver_records.errors import InputError
 from envserver_records.records import Message
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import (
     AddedToken,
     Regex,
@@ -37,7 +35,10 @@ from tokenizers import (
 )
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from envserver.tokens.chat_format import ChatTemplate
+
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
+_TEMPLATE = ChatTemplate(TEMPLATE, {})
 END_OF_TURN = "<|im_end|>"
 
 
@@ -106,18 +107,7 @@ def _of_group(group: dict[str, Any]) -> Iterator[Conversation]:
 def _render(
     messages: list[Message], tools: list[dict[str, Any]], *, add_generation_prompt: bool
 ) -> str:
-    return _TEMPLATE.render(
-        messages=messages, tools=tools or None, add_generation_prompt=add_generation_prompt
-    )
-
-
-def _compiled() -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(TEMPLATE)
-
-
-_TEMPLATE = _compiled()
+    return _TEMPLATE.render(messages, tools, generation_prompt=add_generation_prompt, kwargs={})
 
 
 VOCABULARY = 512

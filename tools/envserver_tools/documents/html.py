@@ -40,21 +40,18 @@ def marked(text: str, mark: str) -> str:
     return f"{mark}{text}" if re.fullmatch(r"[-+−]?\w+|\[\w+\]", text) else f"{mark}({text})"
 
 
-def html_to_text(source: str, base_url: str = "", *, links: bool = True) -> tuple[str, str]:
-    """The title and the text of a page. `base_url`: of relative links. `links`: include their
-    targets.
-    """
-    writer = _Writer(base_url, links)
+def html_to_text(source: str, base_url: str = "") -> tuple[str, str]:
+    """The title and the text of a page. `base_url`: of relative links."""
+    writer = _Writer(base_url)
     writer.feed(source)
     writer.close()
     return writer.title(), writer.text()
 
 
 class _Writer(HTMLParser):
-    def __init__(self, base_url: str, links: bool) -> None:
+    def __init__(self, base_url: str) -> None:
         super().__init__(convert_charrefs=True)
         self._base_url = base_url
-        self._links = links
         self._lines: list[str] = []
         self._line: list[str] = []
         self._title: list[str] = []
@@ -195,7 +192,7 @@ class _Writer(HTMLParser):
 
     def _open_link(self, address: str | None) -> None:
         self._close_link()
-        if not self._links or not address or address.startswith(("#", "javascript:", "data:")):
+        if not address or address.startswith(("#", "javascript:", "data:")):
             return
         try:
             target = urljoin(self._base_url, address.strip())

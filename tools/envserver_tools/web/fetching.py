@@ -431,7 +431,11 @@ class Fetcher:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
-        self._providers = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        self._providers = aiohttp.ClientSession(
+            headers={"accept-encoding": "gzip, deflate"},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -492,7 +496,7 @@ class Fetcher:
         for left in reversed(range(_TRIES)):
             try:
                 raw = await self._posted(url, **request)
-            except (aiohttp.ClientError, TimeoutError) as error:
+            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 said = type(error).__name__
             else:
                 if raw.status not in _TRY_AGAIN:
@@ -508,12 +512,10 @@ class Fetcher:
         async with self._providers.post(
             url, timeout=timeout, allow_redirects=False, **request
         ) as answer:
-            said = bytearray()
-            async for piece in answer.content.iter_chunked(1 << 16):
-                said += piece
-                if len(said) > self._limits.bytes:
-                    raise ProviderFailed(f"The answer of {url} is too long.")
-            return Raw(url, answer.status, answer.headers.get("content-type", ""), bytes(said))
+            body = await _bounded(answer, self._limits.bytes)
+            if body is None:
+                raise ProviderFailed(f"The answer of {url} is too long.")
+            return Raw(url, answer.status, answer.headers.get("content-type", ""), body)
 
 
 async def _bounded(answer: aiohttp.ClientResponse, most: int) -> bytes | None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from envserver import Caller, ConfigError, InputError, Service, ServiceError, Services, Task
@@ -88,13 +88,22 @@ def _remote(ask: Asking, description: dict[str, Any]) -> Tool:
 
 def _tool(web: Web, viewer: Callable[[Caller], Viewer], name: str) -> Service:
     async def call(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
-        try:
+        with _judged():
             result = await use_tool(web_tools(web, viewer(caller)), name, arguments)
-        except ProviderFailed as error:
-            raise ServiceError(str(error)) from error
         return {"text": result.text, "ok": result.ok}
 
     return call
+
+
+@contextmanager
+def _judged() -> Iterator[None]:
+    """Turns the errors of the web into those of a service: the agent's fault, or the provider's."""
+    try:
+        yield
+    except ToolError as error:
+        raise InputError(str(error)) from error
+    except ProviderFailed as error:
+        raise ServiceError(str(error)) from error
 
 
 def _like_search(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
@@ -104,12 +113,8 @@ def _like_search(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
             raise InputError(f"A search needs a query, and 1 to {MOST_RESULTS} max_results.")
         options = {name: value for name, value in arguments.items() if value is not None}
         looks = viewer(caller)
-        try:
+        with _judged():
             hits = await web.hits(query, most, options, looks)
-        except ToolError as error:
-            raise InputError(str(error)) from error
-        except ProviderFailed as error:
-            raise ServiceError(str(error)) from error
         return json_safe(answer_like_tavily(query, hits))
 
     return search
@@ -125,16 +130,15 @@ def _like_extract(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
             or not all(isinstance(url, str) for url in urls)
         ):
             raise InputError(f"An extraction needs 1 to {_MOST_URLS} urls.")
+        looks = viewer(caller)
         results, failed = [], []
         for url in urls:
             try:
-                looks = viewer(caller)
-                _, text = await web.page(url, looks)
-                web.showing(text.text, looks)
-            except ToolError as error:
-                failed.append({"url": url, "error": str(error)})
-            except ProviderFailed as error:
-                raise ServiceError(str(error)) from error
+                with _judged():
+                    _, text = await web.page(url, looks)
+                    web.showing(text.text, looks)
+            except InputError as error:
+                failed.append({"url": url, "error": error.message})
             else:
                 results.append({"url": url, "raw_content": text.text, "images": []})
         answer = {"results": results, "failed_results": failed, "response_time": 0.0}
