@@ -22,7 +22,7 @@ from ..settings.config import (
     SimConfig,
     TokensConfig,
 )
-from ..settings.section import Section
+from ..settings.section import Count, Port, PositiveShare, Section
 from ..settings.server import LoopbackHost
 from ..telemetry.redaction import printable
 from . import lean_imports
@@ -99,7 +99,7 @@ _START_ALIASES = {
 
 
 class StartSettings(Logged):
-    name: str = Field(default="", min_length=0)
+    name: str = ""
     """Name of the model. Can be given as the first argument."""
     engine: EngineConfig = EngineConfig()
 
@@ -167,13 +167,13 @@ class TinySettings(Section):
     steps: int | None = Field(default=None, ge=2)
     """Optimizer steps; fewer give a weaker model. Default: 500 (sums), 600 (many), 38 (half_sort),
     190 (half_tool)."""
-    groups: int | None = Field(default=None, ge=1)
+    groups: Count | None = None
     """Groups of expert rollouts for each kind of tasks. Default: 124 groups of eight (sums), 1500
     of two (many), of one (half_sort, half_tool)."""
-    solve_probability: float | None = Field(default=None, gt=0, le=1)
+    solve_probability: PositiveShare | None = None
     """Fraction of rollouts that the expert solves, and about what the trained model solves.
     Default: 0.25 (sums), 0.35 (many), 1 (half_sort, half_tool)."""
-    threads: int = Field(default=1, ge=1)
+    threads: Count = 1
     """Torch threads; another number gives other weights, and more help only on an idle machine."""
     overwrite: bool = False
     """Replace an existing tiny model."""
@@ -241,7 +241,7 @@ model: it answers with correct or spoiled solutions of the tasks of --env, and r
 class SimSettings(EnvironmentSettings):
     host: LoopbackHost = "127.0.0.1"
     """Address to listen on; only loopback addresses."""
-    port: int = Field(default=9001, ge=0, le=65535)
+    port: Port = 9001
     """Port; 0 chooses a free port."""
     sim: SimConfig = SimConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -307,7 +307,7 @@ class ProbeSettings(Logged):
     url: list[str] = Field(default_factory=list)
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
-    as_json: bool = Field(default=False)
+    as_json: bool = False
     """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()
     tokens: TokensConfig = TokensConfig()
