@@ -31,10 +31,9 @@ from ..registry import (
 )
 from ..running.evaluating import EvaluatedEnvironment, EvaluationView
 from ..running.group_run import GroupRun
-from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
 from ..settings.config import MixSettings
-from .command_line import CommandSpec
+from .command_line import CommandSpec, read_run_spec
 from .console import Console
 from .mixing import entries_of
 from .progress import ProgressView, show_result
@@ -61,21 +60,22 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[Evaluated
     seen: Counter[str] = Counter()
     found = []
     for one in _wanted(command, argv):
-        settings = command.read(
+        spec = read_run_spec(
+            command,
             argv,
             environment=one.reference,
             defaults=EVALUATION_DEFAULTS,
-            over_file=(one.place, dict(one.tree)),
+            over_file=(one.place, one.tree),
             warn=warn,
         )
-        if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
-            settings.env.group_size = 1
-        kind = find(one.reference)
-        name = one.name or kind.name
+        env = spec.settings.env
+        if spec.settings.sampling.temperature == 0 and "group_size" not in env.model_fields_set:
+            env.group_size = 1
+        name = one.name or spec.environment_class.name
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}-{seen[name]}"
-        found.append(EvaluatedEnvironment(name, RunSpec(settings, one.reference, kind)))
+        found.append(EvaluatedEnvironment(name, spec))
     return found
 
 

@@ -270,7 +270,7 @@ def run_replay(argv: list[str]) -> int:
         from .console import Console
         from .loop import configure_logs, run_loop
 
-    record = _named_record(REPLAY.flags(argv))
+    record = _named_record(REPLAY.sources(argv).flags)
     name = REPLAY.named_environment(argv) or recorded_environment(record)
     recorded = recorded_settings(record, find(name).Config)
     line = read_run_spec(REPLAY, argv, defaults=recorded, environment=name)
