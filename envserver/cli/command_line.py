@@ -117,11 +117,11 @@ class CommandSpec(Generic[C]):
         environ = os.environ if environ is None else environ
         export_dotenv(folder, environ, warn)
         sources = self.sources(argv, environ, folder)
-        environment = environment or self.environment
-        settings_class = model = self._settings_class(argv)
-        if "env" in model.model_fields:
-            reference = environment or sources.environment(self._basic_options)
-            model = model if reference is None else with_environment(model, reference)
+        settings_class = self._settings_class(argv)
+        reference = environment = environment or self.environment
+        if reference is None and "env" in settings_class.model_fields:
+            reference = sources.environment(self._basic_options)
+        model = _of_environment(settings_class, reference)
         options = options_of(model)
         place, tree = over_file
         flat = flatten(tree, options)
@@ -180,8 +180,7 @@ class CommandSpec(Generic[C]):
         return FlagReader(options, {**ALIASES, **self.aliases}, self.arguments)
 
     def _model(self, argv: Sequence[str]) -> type[C]:
-        reference, model = self.named_environment(argv), self._settings_class(argv)
-        return with_environment(model, reference) if reference else model
+        return _of_environment(self._settings_class(argv), self.named_environment(argv))
 
     def _settings_class(self, argv: Sequence[str]) -> type[C]:
         if self.settings_for is None or (reference := self.named_environment(argv)) is None:
@@ -225,6 +224,14 @@ class CommandSpec(Generic[C]):
         print("\n".join(lines))
 
 
+def _of_environment(settings_class: type[C], reference: str | None) -> type[C]:
+    if reference is None or "env" not in settings_class.model_fields:
+        return settings_class
+    from ..registry import find
+
+    return with_environment(settings_class, find(reference).Config)
+
+
 def read_run_spec(command: CommandSpec[S], argv: Sequence[str], **reading: Any) -> RunSpec[S]:
     from ..registry import find
     from ..running.mix import RunSpec
@@ -237,6 +244,11 @@ def read_run_spec(command: CommandSpec[S], argv: Sequence[str], **reading: Any) 
             hint="`envserver list` shows the names.",
         )
     return RunSpec(settings, settings.environment, find(settings.environment))
+
+
+def say(line: str) -> None:
+    """Prints a line about the work, which is not its result."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def program() -> str:

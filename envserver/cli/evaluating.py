@@ -42,7 +42,7 @@ from .settings import once, to_stderr
 M = TypeVar("M", bound=MixSettings)
 Tree = Mapping[str, Any]
 _NOT_AN_ENVIRONMENT = ("_", "test_", ".")
-_OF_A_FILE = {"environment", "env", "sampling"}
+_OF_A_FILE = ("env", "sampling")
 _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
@@ -115,13 +115,12 @@ def _of_reference(reference: str) -> list[_Wanted]:
 def _of_path(path: Path) -> list[_Wanted]:
     if path.name.startswith(_NOT_AN_ENVIRONMENT):
         return []
-    if path.suffix == ".py":
-        return [_Wanted(str(path))] if defines_environment(path) else []
     if path.suffix in (".yaml", ".yml"):
         return [_of_file(path)]
-    if not (path / "env.py").is_file():
-        return []
-    return [_Wanted(path.name if _is_builtin(path) else str(path / "env.py"))]
+    if path.suffix == ".py":
+        return [_Wanted(str(path))] if defines_environment(path) else []
+    file = path / "env.py"
+    return [_Wanted(path.name if _is_builtin(path) else str(file))] if file.is_file() else []
 
 
 def _is_builtin(folder: Path) -> bool:
@@ -138,7 +137,7 @@ def _of_file(path: Path) -> _Wanted:
     reference = tree.get("environment") if isinstance(tree, dict) else None
     if not isinstance(reference, str):
         raise InputError(f"{path} names no environment.", hint="Add `environment: math`.")
-    kept = {name: value for name, value in tree.items() if name in _OF_A_FILE - {"environment"}}
+    kept = {name: value for name, value in tree.items() if name in _OF_A_FILE}
     if is_path(reference.partition(":")[0]) and not Path(reference).is_absolute():
         reference = str(path.parent / reference)
     return _Wanted(reference, str(path), kept, path.stem)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from ..running.mix import Member, alone, mixed
 from ..running.options import config_error, faults, options_of
@@ -81,14 +81,11 @@ def _entry(text: str) -> MixEntry:
 def _validated(listed: Any, origin: str) -> list[MixEntry]:
     if not isinstance(listed, list):
         raise ConfigError(f"{origin}: environments must be a list of name, weight, env.")
-    entries, problems = [], []
-    for number, one in enumerate(listed):
-        try:
-            entries.append(MixEntry.model_validate(one))
-        except ValidationError as error:
-            for place, what in faults(error):
-                where = ".".join(map(str, (f"environments[{number}]", *place)))
-                problems.append(f"{origin}: {where}: {what}.")
-    if problems:
-        raise config_error(problems)
-    return entries
+    try:
+        return TypeAdapter(list[MixEntry]).validate_python(listed)
+    except ValidationError as error:
+        problems = []
+        for (number, *place), what in faults(error):
+            where = ".".join(map(str, (f"environments[{number}]", *place)))
+            problems.append(f"{origin}: {where}: {what}.")
+        raise config_error(problems) from None

@@ -245,40 +245,33 @@ EQUIVALENTS: dict[str, str] = {
 
 # Accepted, with a warning that says what replaces it.
 _IGNORED = {
-    "`--track wandb` sends them to Weights & Biases": ("env.use_wandb", "env.wandb_name"),
-    "metrics are served at /metrics and shown while a command runs": (
-        *("env.num_rollouts_to_keep", "env.num_rollouts_per_group_for_logging"),
-        "env.min_items_sent_before_logging",
-    ),
-    "token ids come from the engine, so no tokenizer is needed": (
-        *("env.tokenizer_name", "openai.tokenizer_name"),
-    ),
-    "`envserver serve` is the server itself; see --server.port": ("env.rollout_server_url",),
-    "the trainer sets its batch size when it registers": ("env.batch_size",),
-    "one environment runs at a time": ("env.inference_weight", "env.min_batch_allocation"),
-    "see --rollouts.max_concurrent": ("env.max_num_workers", "env.max_num_workers_per_node"),
-    "training and evaluation are separate commands": (
-        *("env.max_eval_workers", "env.steps_per_eval", "env.eval_handling"),
-        *("env.eval_limit_ratio", "env.data_dir_to_save_evals", "openai.num_requests_for_eval"),
-    ),
-    "agents may use any API": ("env.use_chat_completion",),
-    "the environment decides what counts; see --env.rubric.*": (
-        *("env.scoring_strategy", "env.length_penalty_weight", "env.debug_scoring"),
-    ),
-    "each agent's trace is in its trajectory": ("env.save_full_traces",),
-    "prompts belong to the environment; see its own --env.* settings": (
-        *("env.thinking_mode", "env.reasoning_effort", "env.max_reasoning_tokens"),
-        "env.custom_thinking_prompt",
-    ),
-    "it was never used": ("openai.rolling_buffer_length",),
-    "each rollout requests one completion at a time": (
-        *("openai.n_kwarg_is_ignored", "max_n_completions"),
-    ),
-    "engine health is judged by its answers": ("openai.health_check",),
-    "rows are written as their groups finish": ("tasks_per_step",),
-    "the recording proxy is part of the server": ("proxy_url",),
+    "`--track wandb` sends them to Weights & Biases": "env.use_wandb env.wandb_name",
+    "metrics are served at /metrics and shown while a command runs": """
+        env.num_rollouts_to_keep env.num_rollouts_per_group_for_logging
+        env.min_items_sent_before_logging""",
+    "token ids come from the engine, so no tokenizer is needed": """
+        env.tokenizer_name openai.tokenizer_name""",
+    "`envserver serve` is the server itself; see --server.port": "env.rollout_server_url",
+    "the trainer sets its batch size when it registers": "env.batch_size",
+    "one environment runs at a time": "env.inference_weight env.min_batch_allocation",
+    "see --rollouts.max_concurrent": "env.max_num_workers env.max_num_workers_per_node",
+    "training and evaluation are separate commands": """
+        env.max_eval_workers env.steps_per_eval env.eval_handling env.eval_limit_ratio
+        env.data_dir_to_save_evals openai.num_requests_for_eval""",
+    "agents may use any API": "env.use_chat_completion",
+    "the environment decides what counts; see --env.rubric.*": """
+        env.scoring_strategy env.length_penalty_weight env.debug_scoring""",
+    "each agent's trace is in its trajectory": "env.save_full_traces",
+    "prompts belong to the environment; see its own --env.* settings": """
+        env.thinking_mode env.reasoning_effort env.max_reasoning_tokens
+        env.custom_thinking_prompt""",
+    "it was never used": "openai.rolling_buffer_length",
+    "each rollout requests one completion at a time": "openai.n_kwarg_is_ignored max_n_completions",
+    "engine health is judged by its answers": "openai.health_check",
+    "rows are written as their groups finish": "tasks_per_step",
+    "the recording proxy is part of the server": "proxy_url",
 }
-IGNORED = {path: why for why, paths in _IGNORED.items() for path in paths}
+IGNORED = {path: why for why, paths in _IGNORED.items() for path in paths.split()}
 
 # Errors unless switched off.
 REFUSED: dict[str, str] = {

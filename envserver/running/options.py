@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -264,13 +265,7 @@ S = TypeVar("S", bound=Section)
 _LONGEST_VALUE_SHOWN = 80
 
 
-def with_environment(
-    settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
-) -> type[S]:
-    if config_class is None:
-        from ..registry import find
-
-        config_class = find(reference).Config
+def with_environment(settings_class: type[S], config_class: type[EnvironmentConfig]) -> type[S]:
     fields: dict[str, Any] = {"env": (config_class, ...)}
     return create_model(settings_class.__name__, __base__=settings_class, **fields)
 
@@ -344,20 +339,18 @@ def _explained(
     if error["type"] == "missing":
         about = f" ({option.description.rstrip('.')})" if option and option.description else ""
         return f"{where(path)} is needed{about}."
-    message = re.sub(r"^Value error, ", "", error["msg"])
+    message = re.sub(
+        r"^Value error, |, unable to parse string as .*$", "", error["msg"].rstrip(".")
+    )
     message = re.sub(r"^Input should be ", "must be ", message)
-    message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
     shown = _shown(values[path]) if path in values and option and not option.secret else ""
     return f"{where(path)}: {message}{shown}."
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    parts: list[str] = []
-    for part in location:
-        parts.append(str(part))
-        if ".".join(parts) in options:
-            break
-    return ".".join(parts)
+    """Returns the option at or around `location`, or `location` itself."""
+    paths = [*accumulate(map(str, location), "{}.{}".format)]
+    return next((path for path in paths if path in options), paths[-1] if paths else "")
 
 
 def _shown(value: Any) -> str:

@@ -110,7 +110,7 @@ def spec_of(
         own = environment.config.model_dump(exclude_unset=True)
         given["env"] = own | dict(_plain(given.get("env", {})))
     checked = checked_settings(
-        with_environment(kind, reference),
+        with_environment(kind, found.Config),
         {**given, "environment": reference},
         defaults=defaults,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
 
 from envserver_records.http_errors import server_urls
 from envserver_records.tasks import Split
@@ -28,7 +27,7 @@ from ..settings.config import (
     WorkersConfig,
 )
 from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
-from ..settings.section import Count, Finite, FiniteAmount, Natural, Positive, Share
+from ..settings.section import Count, Finite, FiniteAmount, Natural, Positive, Share, check_url
 from ..settings.server import (
     AlarmsConfig,
     DeliveryConfig,
@@ -275,9 +274,8 @@ class JoinSettings(Settings):
     @classmethod
     def _address(cls, value: str) -> str:
         urls = [url.rstrip("/") for url in server_urls(value)] if value else []
-        for parts in map(urlsplit, urls):
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError("an address must look like http://host:8000")
+        for url in urls:
+            check_url(url, "http://host:8000")
         return ",".join(urls)
 
 

@@ -361,11 +361,9 @@ class SandboxConfig(LocalSandboxConfig):
     def _addresses(cls, value: str) -> str:
         urls = [url.strip().rstrip("/") for url in value.split(",") if url.strip()]
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError("an address must look like http://host:8100")
-            if parts.username or parts.query or parts.fragment:
-                raise ValueError("an address has no user, query or fragment")
+            check_url(url, "http://host:8100")
+            if urlsplit(url).username:
+                raise ValueError("an address has no user")
         return ",".join(dict.fromkeys(urls))
 
 

@@ -8,7 +8,6 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
 
 from envserver_records.tasks import Split
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -25,6 +24,7 @@ from .section import (
     PositiveShare,
     Section,
     Share,
+    check_url,
 )
 
 Failures = Literal["drop", "zero"]
@@ -167,8 +167,8 @@ class RayConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, value: str) -> str:
-        if value and urlsplit(value).scheme not in ("http", "https"):
-            raise ValueError("an address must look like http://host:8000")
+        if value:
+            check_url(value, "http://host:8000")
         return value.rstrip("/")
 
     @model_validator(mode="after")

@@ -186,10 +186,10 @@ class EnvironmentConfig(Section):
     """Model, engine and sampling of single agents in a multi-agent rollout."""
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, example: str = "http://host:port/v1") -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an address must look like http://host:port/v1")
+        raise ValueError(f"an address must look like {example}")
     try:
         _ = parts.port
     except ValueError as error:

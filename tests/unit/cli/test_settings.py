@@ -47,7 +47,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(line: str = "", **arguments: Any) -> Settings:
     """Settings by the flags of `line`, and by a `.env` file only where `folder` is given."""
-    kind = arguments.pop("settings_class", with_environment(Settings, "", Config))
+    kind = arguments.pop("settings_class", with_environment(Settings, Config))
     command = CommandSpec("", "", kind, openai_variables=arguments.pop("openai_variables", "no"))
     facts = {"environ": {}, "folder": Path("/nonexistent")}
     return command.read(shlex.split(line), **(facts | arguments))

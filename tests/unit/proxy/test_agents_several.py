@@ -88,7 +88,7 @@ class Several(Environment):
 
 
 def settings(*flags: str) -> Any:
-    command = CommandSpec("", "", with_environment(Settings, "", Several.Config))
+    command = CommandSpec("", "", with_environment(Settings, Several.Config))
     return command.read(flags, environ={}, folder=Path("/nonexistent")).env
 
 
