@@ -60,13 +60,11 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
     import asyncio
 
     from .console import Console
-    from .loop import off_signals, on_signals
+    from .loop import off_signals, stopped
 
-    stop = asyncio.Event()
     async with viewing as found:
-        on_signals(stop.set)
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(f"{found.title}: {found.url}/", markup=False)
+        stop = stopped()
+        Console().say(f"{found.title}: {found.url}/")
         if opens_browser:
             await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()
