@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 import httpx
@@ -21,17 +21,12 @@ from rich.table import Table
 
 from ..telemetry.alarm_facts import Curves
 from ..telemetry.history import Name, Numbers, Row
-from .console import Console, table
-from .loop import meanwhile
+from .console import Console
 
 WINDOW: Final = 60.0
 """Seconds of a rate."""
 _MOST_ROWS: Final = 50
 """Maximum number of environments and agents that are shown; runners may name new ones."""
-_ENVIRONMENTS: Final = (
-    *("environment", "agent", "reward", "groups/min", "rollouts/min", "lost"),
-    *("running", "dropped"),
-)
 _BREAKER: Final = {0: "", 1: "on trial", 2: "set aside"}
 
 
@@ -49,15 +44,9 @@ class Overview:
         self._sum = self._curves.now
 
     def tables(self) -> RenderableType:
-        queues = self._values("envserver_queue_depth", "run")
-        tables = [
-            _table(_ENVIRONMENTS, self._environments()),
-            _table(("run", "waiting or leased"), ((run, f"{depth:g}") for run, depth in queues)),
-            _table(("replica", "calls", "at most", "waiting", ""), self._engines()),
-            _table(("failed attempts", "per minute", "all"), self._failures()),
-        ]
+        parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
         troubles = [f"[red]{escape(_plain(one))}[/]" for one in self._troubles()]
-        return Group(self.headline(), *troubles, *(one for one in tables if one.row_count))
+        return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
 
     def headline(self) -> str:
         version = self._now.get(Name("envserver_policy_version", ()), -1)
@@ -79,15 +68,18 @@ class Overview:
         rewards = [f"{_plain(name)} {_reward(self._mean(name, agent))}" for name, agent in agents]
         return " · ".join([self.headline(), *rewards, *self._troubles()])
 
-    def _environments(self) -> Iterator[tuple[str, ...]]:
+    def _environments(self) -> Table:
+        table = _table("environment", "agent", "reward", "groups/min", "rollouts/min", "lost")
+        table.add_column("running", justify="right")
+        table.add_column("dropped", justify="right")
         agents = self._agents()
         for environment, agent in agents[:_MOST_ROWS]:
             of = {"environment": environment}
             ended = self._rate("envserver_rollouts_total", **of) * 60
             lost = self._rate("envserver_rollouts_total", end="lost", **of) * 60
-            yield (
-                environment,
-                agent,
+            table.add_row(
+                escape(_plain(environment)),
+                escape(_plain(agent)),
                 _reward(self._mean(environment, agent)),
                 f"{self._rate('envserver_groups_delivered_total', **of) * 60:.1f}",
                 f"{ended:.1f}",
@@ -96,28 +88,43 @@ class Overview:
                 f"{self._sum('envserver_groups_dropped_total', **of):g}",
             )
         if len(agents) > _MOST_ROWS:
-            yield (f"and {len(agents) - _MOST_ROWS} more",)
+            table.add_row(f"and {len(agents) - _MOST_ROWS} more")
+        return table
 
-    def _engines(self) -> Iterator[tuple[str, ...]]:
+    def _trainers(self) -> Table:
+        table = _table("run", "waiting or leased")
+        for name, value in self._values("envserver_queue_depth", "run"):
+            table.add_row(escape(_plain(name)), f"{value:g}")
+        return table
+
+    def _engines(self) -> Table:
+        table = _table("replica", "calls", "at most", "waiting", "")
         for name, calls in self._values("envserver_replica_calls", "replica"):
             limit, waiting, breaker = (
                 self._sum(f"envserver_replica_{what}", replica=name)
                 for what in ("limit", "waiting", "breaker")
             )
             state = _BREAKER.get(int(breaker), "") or self._standing(name)
-            yield name, f"{calls:g}", f"{limit:g}", f"{waiting:g}", state
+            table.add_row(escape(_plain(name)), f"{calls:g}", f"{limit:g}", f"{waiting:g}", state)
+        return table
 
     def _standing(self, replica: str) -> str:
         standings = self._values("envserver_replica_standing", "standing", replica=replica)
         standing = next((name for name, value in standings if value and name != "used"), "")
         version = self._sum("envserver_replica_version", replica=replica)
-        return f"old weights (v{version:g})" if standing == "old" and version >= 0 else standing
+        return (
+            f"old weights (v{version:g})"
+            if standing == "old" and version >= 0
+            else _plain(standing)
+        )
 
-    def _failures(self) -> Iterator[tuple[str, ...]]:
+    def _failures(self) -> Table:
+        table = _table("failed attempts", "per minute", "all")
         for kind, count in self._values("envserver_failed_attempts_total", "kind"):
             rate = self._rate("envserver_failed_attempts_total", kind=kind) * 60
             if count:
-                yield kind, f"{rate:.1f}", f"{count:g}"
+                table.add_row(escape(_plain(kind)), f"{rate:.1f}", f"{count:g}")
+        return table
 
     def _troubles(self) -> Iterator[str]:
         yield from self._alarms
@@ -163,10 +170,12 @@ def _reward(mean: float | None) -> str:
     return "-" if mean is None else f"{mean:.3f}"
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
-    shown = (tuple(escape(_plain(cell)) for cell in row) for row in rows)
-    right = {*header[1:]} - {"agent", ""}
-    return table(header, shown, right=right, padding=(0, 1), pad_edge=False, header_style="dim")
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="left" if name in ("agent", "") else "right")
+    return table
 
 
 _TABLE_SECONDS: Final = 2.0
@@ -183,29 +192,40 @@ async def shown(
     rows: deque[Row] = deque(maxlen=int(WINDOW / _TABLE_SECONDS) + 1)
     live = Live(console=console, auto_refresh=False, transient=True)
 
-    async def look() -> Overview:
+    async def look() -> list[Row]:
         with suppress(StoreError):  # the log has it; the tables show the last numbers
             rows.append((time.monotonic(), await numbers()))
-        # Of many environments, this takes long: not on the event loop.
-        return await asyncio.to_thread(Overview, [*rows] or [(0.0, {})], alarms())
+        return [*rows] or [(0.0, {})]
+
+    def draw(seen: list[Row], wrong: list[str]) -> RenderableType:
+        return Overview(seen, wrong).tables()
+
+    def tell(seen: list[Row], wrong: list[str]) -> str:
+        return Overview(seen, wrong).line()
 
     async def tables() -> None:
         while True:
-            overview = await look()
-            live.update(await asyncio.to_thread(overview.tables), refresh=True)
+            # Of many environments, this takes long: not on the event loop.
+            made = await asyncio.to_thread(draw, await look(), alarms())
+            live.update(made, refresh=True)
             await asyncio.sleep(_TABLE_SECONDS)
 
     async def lines() -> None:
         while True:
             await look()
             await asyncio.sleep(_LINE_SECONDS)
-            overview = await look()
-            console.say(await asyncio.to_thread(overview.line))
+            console.say(await asyncio.to_thread(tell, await look(), alarms()))
 
-    shows = console.is_terminal
-    with live if shows else nullcontext():
-        async with meanwhile("overview", tables() if shows else lines()):
-            yield
+    task = asyncio.create_task(tables() if console.is_terminal else lines(), name="overview")
+    if console.is_terminal:
+        live.start()
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        live.stop()
 
 
 def overview_of(http: httpx.Client, url: str) -> Overview:

@@ -307,11 +307,12 @@ async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[Rollout
 
 
 async def _named_task(asking: Asking) -> Task:
-    finder = TaskFinder.of(asking.environment, asking.spec.reference)
-    name = asking.spec.settings.task or ""
-    if not asking.spec.settings.debug:
+    spec, environment = asking.spec, asking.environment
+    finder = TaskFinder.of(environment, spec.reference)
+    name = spec.settings.task or ""
+    if not spec.settings.debug:
         return await finder.find(name)
-    with _raising("tasks", asking.environment):
+    with _raising("tasks", environment):
         return finder.find_here(name)
 
 
