@@ -352,9 +352,7 @@ def _listed(environment: str | None) -> dict[str, Command]:
 
 def _help(environment: str | None) -> str:
     program = _program(environment)
-    commands = _listed(environment)
-    width = max(map(len, commands))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in commands.items()]
+    summaries = {name: command.summary for name, command in _listed(environment).items()}
     example = "--env.total_steps 8 --model sim"
     if environment is None:
         example = f"--env math {example}"
@@ -365,7 +363,7 @@ def _help(environment: str | None) -> str:
             f"Usage: {program} COMMAND [--name value ...] [--config run.yaml] [--debug]",
             "",
             "Commands:",
-            *lines,
+            *_lines(summaries),
             "",
             f"For example: {program} process {example}",
             f"Settings of a command: {program} COMMAND --help",
@@ -377,16 +375,20 @@ def _help_of_group(name: str, group: Command) -> str:
     words = {word: command.summary for word, command in group.words.items()}
     for word, command in group.words.items():
         words |= {f"{word} {one}": below.summary for one, below in command.words.items()}
-    width = max(map(len, words))
     return "\n".join(
         [
             f"Usage: {_program(None)} {name} COMMAND [--name value ...]",
             "",
-            *(f"  {word:<{width}}  {summary}" for word, summary in words.items()),
+            *_lines(words),
             "",
             f"Settings of a command: {_program(None)} {name} COMMAND --help",
         ]
     )
+
+
+def _lines(summaries: Mapping[str, str]) -> list[str]:
+    width = max(map(len, summaries))
+    return [f"  {name:<{width}}  {summary}" for name, summary in summaries.items()]
 
 
 def _hint(name: str, commands: Mapping[str, Command]) -> str:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,8 +15,6 @@ from . import lean_imports
 from .command_line import CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ..rollouts.check_data import (
         DataReport,
         EnvironmentReport,
@@ -77,9 +75,15 @@ def run(argv: list[str]) -> int:
 
 
 def _show(console: Console, report: EnvironmentReport) -> None:
-    console.print(_results(report))
+    from rich.box import SIMPLE_HEAD
+
+    from .console import table
+
+    look: dict[str, Any] = {"box": SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False}
+    right = ("scored", "least", "most", "plays", "solved", "mean", "turns")
+    console.print(table(_RESULTS, _results(report), right=right, **look))
     if report.plays:
-        console.print(_plays(report))
+        console.print(table(_PLAYS, map(_play, report.plays), right=right, **look))
     for title, lines in sections(report).items():
         console.say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
     for problem in report.problems:
@@ -94,37 +98,21 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     console.say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
-def _results(report: EnvironmentReport) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
+_RESULTS = ("result", "scored", "least", "most", "expected", "verdict")
+_PLAYS = ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by")
 
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("result", "scored", "least", "most", "expected", "verdict"):
-        table.add_column(name, justify="right" if name in ("scored", "least", "most") else "left")
+
+def _results(report: EnvironmentReport) -> Iterator[tuple[str, ...]]:
     for kind in report.kinds:
-        table.add_row(
-            kind.name, str(kind.count), number(kind.least), number(kind.most),
-            expected(kind), verdict(kind),
-        )  # fmt: skip
-    return table
+        scored = str(kind.count), number(kind.least), number(kind.most)
+        yield (kind.name, *scored, expected(kind), verdict(kind))
 
 
-def _plays(report: EnvironmentReport) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by"):
-        left = name in ("played", "ended by")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name == "played")
-    for one in report.plays:
-        scored = len(one.rewards)
-        table.add_row(
-            one.way, str(scored), str(one.solved), number(min(one.rewards, default=None)),
-            number(one.mean), number(max(one.rewards, default=None)),
-            f"{one.turns / scored:.1f}" if scored else "-", ended_by(one),
-        )  # fmt: skip
-    return table
+def _play(one: Played) -> tuple[str, ...]:
+    scored = len(one.rewards)
+    rewards = min(one.rewards, default=None), one.mean, max(one.rewards, default=None)
+    turns = f"{one.turns / scored:.1f}" if scored else "-"
+    return (one.way, str(scored), str(one.solved), *map(number, rewards), turns, ended_by(one))
 
 
 _WRONG_SHOWN = 5
@@ -132,27 +120,28 @@ _FIELDS_SHOWN = 20
 
 
 def card(report: EnvironmentReport) -> str:
-    lines = ["| checked | found |", "|---|---|"]
-    lines += [f"| {name} | {_cell(text)} |" for name, text in _rows(report)]
+    lines = _markdown(("checked", "found"), _rows(report))
     if cheats := [one for one in report.plays if one.cheat]:
-        lines += ["", "| the model only says | tasks solved | mean reward |", "|---|---|---|"]
-        lines += [
-            f"| {one.way} | {one.solved} of {len(one.rewards)} | {number(one.mean)} |"
-            for one in cheats
-        ]
+        header = ("the model only says", "tasks solved", "mean reward")
+        rows = (
+            (one.way, f"{one.solved} of {len(one.rewards)}", number(one.mean)) for one in cheats
+        )
+        lines += ["", *_markdown(header, rows)]
     return "\n".join(lines) + "\n"
 
 
 def page(report: EnvironmentReport) -> str:
     lines = [f"# `envserver check`: {report.environment}, {report.split}", "", card(report)]
-    lines += ["## Results", "", "| result | scored | expected | verdict |", "|---|---|---|---|"]
-    lines += [
-        f"| {_cell(kind.name)} | {kind.count} | {expected(kind)} | {verdict(kind)} |"
-        for kind in report.kinds
-    ]
+    rows = ((name, scored, *rest) for name, scored, _, _, *rest in _results(report))
+    lines += ["## Results", "", *_markdown(("result", "scored", "expected", "verdict"), rows)]
     for title, found in sections(report).items():
         lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in found)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(map(_cell, row))} |" for row in (header, *rows)]
+    return [lines[0], "|---" * len(header) + "|", *lines[1:]]
 
 
 def sections(report: EnvironmentReport) -> dict[str, list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import orjson
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from ..telemetry.redaction import printable
 
@@ -29,6 +30,22 @@ def show_rows(rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(map(str.ljust, row, widths)).rstrip())
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[RenderableType]],
+    *,
+    right: Collection[str] = (),
+    **look: Any,
+) -> Table:
+    """A table whose long texts are folded. `right`: columns of numbers; `look`: as rich has it."""
+    made = Table(**({"box": None, "padding": (0, 2, 0, 1)} | look))
+    for name in header:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 class Console(rich.console.Console):  # noqa: TID251

@@ -7,13 +7,14 @@ import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from envserver_records.records import Group, Message, Trajectory, text_of
 
 from .console import Console
+from .loop import meanwhile
 
 if TYPE_CHECKING:
     from ..running.asking import PersonRequest
@@ -26,20 +27,37 @@ _CHARACTERS: Final = 300
 """Lines, and characters, of the beginning and of the end of a shortened text."""
 
 
-def show_messages(console: Console, messages: Iterable[Message]) -> None:
-    for message in messages:
-        _show_heading(console, message)
+def show_messages(
+    console: Console, messages: Sequence[Message], *, shortened: bool = False
+) -> None:
+    left_out = len(messages) - _FIRST_MESSAGES - _LAST_MESSAGES if shortened else 0
+    for number, message in enumerate(messages):
+        if left_out > 1 and _FIRST_MESSAGES <= number < _FIRST_MESSAGES + left_out:
+            if number == _FIRST_MESSAGES:
+                console.print(f"... {left_out} messages ...", style="dim", markup=False)
+            continue
+        role = str(message.get("role", "?"))
+        console.print(f"[{role}]", style=_STYLES.get(role, "bold"), markup=False)
         for line in _lines(message):
-            console.say(line)
+            if shortened:
+                console.print(_shortened(line), markup=False, highlight=False)
+            else:
+                console.say(line)
 
 
-def show_rollout(console: Console, trajectory: Trajectory) -> None:
-    console.rule(f"{trajectory.rollout_id}, task {trajectory.task_id}", characters="-")
-    show_messages(console, trajectory.messages)
+def show_rollout(
+    console: Console, trajectory: Trajectory, place: str = "", *, shortened: bool = False
+) -> None:
+    console.rule(f"{trajectory.rollout_id}, task {trajectory.task_id}{place}", characters="-")
+    show_messages(console, trajectory.messages, shortened=shortened)
     for other in trajectory.others:
         console.print(f"Agent {other.agent}:", style="bold", markup=False)
-        show_messages(console, other.messages)
-    _show_reward(console, trajectory)
+        show_messages(console, other.messages, shortened=shortened)
+    score, limit = trajectory.score, trajectory.limit
+    reward = "none" if score.reward is None else f"{score.reward:g}"
+    parts = "".join(f", {name} {value:g}" for name, value in sorted(score.components.items()))
+    ended = f"; ended by its limit: {limit}" if limit is not None else ""
+    console.print(f"Reward: {reward}{parts}{ended}", markup=False, highlight=False)
 
 
 def show_sample(console: Console, group: Group) -> None:
@@ -47,12 +65,7 @@ def show_sample(console: Console, group: Group) -> None:
     both), with long texts and conversations shortened.
     """
     for rollout, place in _sample(group.trajectories):
-        console.rule(f"{rollout.rollout_id}, task {group.task_id}{place}", characters="-")
-        _show_shortened(console, rollout.messages)
-        for other in rollout.others:
-            console.print(f"Agent {other.agent}:", style="bold", markup=False)
-            _show_shortened(console, other.messages)
-        _show_reward(console, rollout)
+        show_rollout(console, rollout, place, shortened=True)
 
 
 def _sample(rollouts: list[Trajectory]) -> list[tuple[Trajectory, str]]:
@@ -69,18 +82,6 @@ def _reward(rollout: Trajectory) -> float:
     return rollout.score.reward or 0.0
 
 
-def _show_shortened(console: Console, messages: list[Message]) -> None:
-    left_out = len(messages) - _FIRST_MESSAGES - _LAST_MESSAGES
-    for number, message in enumerate(messages):
-        if left_out > 1 and _FIRST_MESSAGES <= number < _FIRST_MESSAGES + left_out:
-            if number == _FIRST_MESSAGES:
-                console.print(f"... {left_out} messages ...", style="dim", markup=False)
-            continue
-        _show_heading(console, message)
-        for line in _lines(message):
-            console.print(_shortened(line), markup=False, highlight=False)
-
-
 def _shortened(text: str) -> str:
     lines = text.splitlines()
     if len(lines) > 2 * _LINES + 1:
@@ -91,19 +92,6 @@ def _shortened(text: str) -> str:
         middle = f" ... {left_out} characters ... "
         text = text[:_CHARACTERS] + middle + text[-_CHARACTERS:]
     return text
-
-
-def _show_heading(console: Console, message: Message) -> None:
-    role = str(message.get("role", "?"))
-    console.print(f"[{role}]", style=_STYLES.get(role, "bold"), markup=False)
-
-
-def _show_reward(console: Console, trajectory: Trajectory) -> None:
-    score, limit = trajectory.score, trajectory.limit
-    reward = "none" if score.reward is None else f"{score.reward:g}"
-    parts = "".join(f", {name} {value:g}" for name, value in sorted(score.components.items()))
-    ended = f"; ended by its limit: {limit}" if limit is not None else ""
-    console.print(f"Reward: {reward}{parts}{ended}", markup=False, highlight=False)
 
 
 def _lines(message: Message) -> Iterator[str]:
@@ -152,13 +140,8 @@ async def sampled(console: Console, latest: Callable[[], Group | None]) -> Async
                 await samples(group)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    task = asyncio.create_task(look(), name="samples")
-    try:
+    async with meanwhile("samples", look()):
         yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 _HELP = (

@@ -123,7 +123,7 @@ def _memory() -> str:
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
     free, whole = kilobytes["MemAvailable"] // 1024, kilobytes["MemTotal"] // 1024
-    bound = _cgroup_file("memory.max")
+    bound = _memory_limit()
     limit = f", {int(bound) // _MB:,} MB for this process" if bound.isdigit() else ""
     return f"{free:,} MB free of {whole:,} MB{limit}"
 
@@ -136,10 +136,11 @@ def _cgroups() -> str:
     return f"version 2, {'delegated to this process' if ours else 'not delegated to this process'}"
 
 
-def _cgroup_file(name: str) -> str:
+def _memory_limit() -> str:
+    """ "" or "max" if there is none."""
     place = _own_cgroup()
     try:
-        return (place / name).read_text().strip() if place is not None else ""
+        return (place / "memory.max").read_text().strip() if place is not None else ""
     except OSError:
         return ""
 
@@ -158,15 +159,12 @@ def _show(
     machines: Sequence[MachineFact],
     taken: str | None,
 ) -> None:
-    from rich.table import Table
-
     from ..sandbox.probe import WEAKNESSES
+    from .console import table
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
-    for fact in facts:
-        note = f" [yellow]({fact.note})[/]" if fact.note else ""
-        table.add_row(fact.name, f"{fact.value}{note}")
-    console.print(table)
+    notes = (f" [yellow]({fact.note})[/]" if fact.note else "" for fact in facts)
+    rows = [(fact.name, f"{fact.value}{note}") for fact, note in zip(facts, notes, strict=True)]
+    console.print(table(("", ""), rows, show_header=False))
     for report in reports:
         console.print()
         _show_backend(console, report)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ..settings.section import Section
 from . import lean_imports
-from .command_line import CommandSpec, program
+from .command_line import CommandSpec, program, say
 
 if TYPE_CHECKING:
     from ..registry.installed import Installed
@@ -80,11 +80,9 @@ def run_environments(argv: list[str]) -> int:
         return 0
     if argv:
         raise UsageError("`envserver list` takes no arguments.")
-    rows = [("NAME", "ISOLATION", "FROM", "WHAT"), *_environment_rows()]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[3]]).rstrip())
+    from .console import show_rows
+
+    show_rows([("NAME", "ISOLATION", "FROM", "WHAT"), *_environment_rows()])
     return 0
 
 
@@ -195,13 +193,10 @@ def run_install(argv: list[str]) -> int:
         packages=settings.packages,
         interpreter=settings.interpreter,
         replace=settings.replace,
-        on_progress=lambda text: print(f"{text} ...", file=sys.stderr),
+        on_progress=lambda text: say(f"{text} ..."),
     )
     where = "in its own virtual environment" if one.interpreter else "beside envserver"
-    print(
-        f"Installed {one.package} {one.version} {where}. Its manifest: {one.folder / MANIFEST}",
-        file=sys.stderr,
-    )
+    say(f"Installed {one.package} {one.version} {where}. Its manifest: {one.folder / MANIFEST}")
     print("\n".join(one.names))
     return 0
 
@@ -222,7 +217,7 @@ def run_remove(argv: list[str]) -> int:
         from ..running.installing import remove
 
     one = remove(REMOVE.read(argv).name)
-    print(f"Removed {one.package} {one.version}.", file=sys.stderr)
+    say(f"Removed {one.package} {one.version}.")
     return 0
 
 
@@ -245,12 +240,9 @@ def run_push(argv: list[str]) -> int:
             upload(folder, target, on_progress=print)
     names = ", ".join(f"{one.name} {one.version}" for one in manifests)
     if why:
-        print(f"Dry run ({why}): nothing was uploaded of {names}.", file=sys.stderr)
+        say(f"Dry run ({why}): nothing was uploaded of {names}.")
     else:
-        print(
-            f"Uploaded {names}. To install: envserver env install hub:{settings.to}",
-            file=sys.stderr,
-        )
+        say(f"Uploaded {names}. To install: envserver env install hub:{settings.to}")
     return 0
 
 
@@ -305,7 +297,7 @@ def run_agents_install(argv: list[str]) -> int:
     if settings.version and len(chosen) > 1:
         raise UsageError("--version is for a single agent.")
     for harness in chosen:
-        print(f"Installing {harness.name} ...", file=sys.stderr)
+        say(f"Installing {harness.name} ...")
         print(install(harness, settings.folder, settings.version))
     return 0
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from ..running.run_settings import EvaluateSettings
 from ..settings.config import PricesConfig
 from ..settings.runs import Failures, Truncated
-from ..settings.section import Section
+from ..settings.section import Finite, Natural, Section
 from . import lean_imports
 from .command_line import FREQUENT, CommandSpec
 
@@ -73,7 +73,7 @@ class CompareSettings(Section):
     out: Path | None = None
     """Folder for comparison.json, comparison.md and comparison.html; unset: no files are
     written."""
-    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    pass_at: Finite | None = None
     """Minimum reward of an attempt that passes; unset: as in A. The same holds for `failures`
     and `truncated`."""
     failures: Failures | None = None
@@ -81,7 +81,7 @@ class CompareSettings(Section):
     truncated: Truncated | None = None
     """Whether truncated attempts count with their score (score), as 0 (zero), or are left out
     (drop)."""
-    seed: int = Field(default=0, ge=0)
+    seed: Natural = 0
     """Seed for the intervals, and for random signs if an exact test would take too long."""
     as_json: bool = False
     """Print the comparison as one JSON object."""
@@ -192,7 +192,7 @@ setting changes how attempts are counted."""
 class ReportSettings(Section):
     folder: Path
     """Folder of the evaluation. Can be given as the first argument."""
-    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    pass_at: Finite | None = None
     """Minimum reward of an attempt that passes; unset: as in the evaluation. The same holds for
     `failures` and `truncated`."""
     failures: Failures | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from ..running.group_run import GroupRun
 from ..running.mix import RunSpec
 from ..running.python_api import EVALUATION_DEFAULTS
 from ..settings.config import MixSettings
-from .command_line import CommandSpec
+from .command_line import CommandSpec, read_run_spec
 from .console import Console
 from .mixing import entries_of
 from .progress import ProgressView, show_result
@@ -43,7 +43,7 @@ from .settings import once, to_stderr
 M = TypeVar("M", bound=MixSettings)
 Tree = Mapping[str, Any]
 _NOT_AN_ENVIRONMENT = ("_", "test_", ".")
-_OF_A_FILE = {"environment", "env", "sampling"}
+_OF_A_FILE = ("env", "sampling")
 _SHOWN_OF_SEVERAL = ("Outcomes", "Tokens, time and cost")
 
 
@@ -61,21 +61,22 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[RunSpec[M
     seen: Counter[str] = Counter()
     found = []
     for one in _wanted(command, argv):
-        settings = command.read(
+        spec = read_run_spec(
+            command,
             argv,
             environment=one.reference,
             defaults=EVALUATION_DEFAULTS,
-            over_file=(one.place, dict(one.tree)),
+            over_file=(one.place, one.tree),
             warn=warn,
         )
-        if settings.sampling.temperature == 0 and "group_size" not in settings.env.model_fields_set:
-            settings.env.group_size = 1
-        kind = find(one.reference)
-        name = one.name or kind.name
+        env = spec.settings.env
+        if spec.settings.sampling.temperature == 0 and "group_size" not in env.model_fields_set:
+            env.group_size = 1
+        name = one.name or spec.environment_class.name
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}-{seen[name]}"
-        found.append(RunSpec(settings, one.reference, kind, name))
+        found.append(replace(spec, name=name))
     return found
 
 
@@ -115,13 +116,12 @@ def _of_reference(reference: str) -> list[_Wanted]:
 def _of_path(path: Path) -> list[_Wanted]:
     if path.name.startswith(_NOT_AN_ENVIRONMENT):
         return []
-    if path.suffix == ".py":
-        return [_Wanted(str(path))] if defines_environment(path) else []
     if path.suffix in (".yaml", ".yml"):
         return [_of_file(path)]
-    if not (path / "env.py").is_file():
-        return []
-    return [_Wanted(path.name if _is_builtin(path) else str(path / "env.py"))]
+    if path.suffix == ".py":
+        return [_Wanted(str(path))] if defines_environment(path) else []
+    file = path / "env.py"
+    return [_Wanted(path.name if _is_builtin(path) else str(file))] if file.is_file() else []
 
 
 def _is_builtin(folder: Path) -> bool:
@@ -138,7 +138,7 @@ def _of_file(path: Path) -> _Wanted:
     reference = tree.get("environment") if isinstance(tree, dict) else None
     if not isinstance(reference, str):
         raise InputError(f"{path} names no environment.", hint="Add `environment: math`.")
-    kept = {name: value for name, value in tree.items() if name in _OF_A_FILE - {"environment"}}
+    kept = {name: value for name, value in tree.items() if name in _OF_A_FILE}
     if is_path(reference.partition(":")[0]) and not Path(reference).is_absolute():
         reference = str(path.parent / reference)
     return _Wanted(reference, str(path), kept, path.stem)

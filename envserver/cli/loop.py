@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final, Protocol, TextIO, TypeVar, cast
 
 import structlog
@@ -74,6 +75,18 @@ async def _terminable(coroutine: Coroutine[Any, Any, T], on_sigterm: Callable[[]
     return await task
 
 
+@asynccontextmanager
+async def meanwhile(name: str, work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` while the block runs; its error is raised at the end of the block."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
 CLOSING_SECONDS = 15.0
 
 
@@ -83,6 +96,13 @@ SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 def on_signals(do: Callable[[], object]) -> None:
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, do)
+
+
+def stopped() -> asyncio.Event:
+    """Returns an event that a signal sets from now on."""
+    stop = asyncio.Event()
+    on_signals(stop.set)
+    return stop
 
 
 def off_signals() -> None:

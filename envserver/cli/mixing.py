@@ -7,63 +7,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from envserver_records.errors import ConfigError
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from ..registry import find
-from ..running.mix import Member, RunSpec, mixed
+from ..running.mix import Member, alone, mixed
 from ..running.options import config_error, faults, options_of
 from ..settings.config import MixEntry, MixSettings
-from .command_line import CommandSpec
-from .settings import config_file, once, to_stderr
+from .command_line import CommandSpec, read_run_spec
+from .settings import once, to_stderr
 
 M = TypeVar("M", bound=MixSettings)
 
 
-def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]] | None:
-    """Returns None if only one environment is given."""
+def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]]:
+    """Returns the environments of the command, often only one."""
     entries, place = entries_of(command, argv)
     if entries is None:
-        return None
+        return [alone(read_run_spec(command, argv))]
     warn = once(to_stderr)
     specs, own = [], []
     for number, entry in enumerate(entries):
         over_file = (f"{place}[{number}]", {"env": entry.env})
         try:
-            settings = command.read(argv, environment=entry.name, over_file=over_file, warn=warn)
+            spec = read_run_spec(
+                command, argv, environment=entry.name, over_file=over_file, warn=warn
+            )
         except ConfigError as error:
             error.message = f"{entry.name}: {error.message}"
             raise
-        specs.append(RunSpec(settings, entry.name, find(entry.name)))
+        specs.append(spec)
         # Whether the entry itself sets it, and no flag, variable or file overrides it.
         steps = entry.env.get("total_steps")
-        own.append(steps is not None and steps == settings.env.total_steps)
+        own.append(steps is not None and steps == spec.settings.env.total_steps)
     return mixed(specs, [(entry.weight, entry.minimum_share) for entry in entries], own)
 
 
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
     """Returns the entries of a mix (None: no mix) and their origin."""
-    flags = command.flags(argv)
-    path = next((one.value for one in flags if one.path == "config"), None)
-    file = config_file(Path(path) if path else None)
-    in_file = {one.path: one for one in file.read(options_of(command.settings_class))}
-    named = [one for one in flags if one.path == "environment"]
-    text = str(named[0].value) if len(named) == 1 else ""
-    from_flag = text if "," in text or "=" in text else ""
-    listed = next((one for one in flags if one.path == "environments"), None)
+    sources = command.sources(argv)
+    in_file = {one.path: one for one in sources.in_file(options_of(command.settings_class))}
+    named = [one.value for one in sources.flags if one.path == "environment"]
+    listed = next((one for one in sources.flags if one.path == "environments"), None)
     listed = listed or in_file.get("environments")
     if listed is None:
-        entries = [_entry(part) for part in from_flag.split(",") if part.strip()]
-        return entries or None, "--env"
+        text = str(named[0]) if len(named) == 1 else ""
+        parts = text.split(",") if "," in text or "=" in text else []
+        return [_entry(part) for part in parts if part.strip()] or None, "--env"
     if named or "environment" in in_file:
         raise ConfigError(
             f"{listed.where}: a single environment is given as well.",
             hint="Give one with --env, or several with `environments`.",
         )
-    if listed.is_text:
+    if listed.kind != "file":
         raise ConfigError(
             "--environments is only allowed in files.", hint="For several, use --env math=2,code=1."
         )
@@ -84,14 +81,11 @@ def _entry(text: str) -> MixEntry:
 def _validated(listed: Any, origin: str) -> list[MixEntry]:
     if not isinstance(listed, list):
         raise ConfigError(f"{origin}: environments must be a list of name, weight, env.")
-    entries, problems = [], []
-    for number, one in enumerate(listed):
-        try:
-            entries.append(MixEntry.model_validate(one))
-        except ValidationError as error:
-            for place, what in faults(error):
-                where = ".".join(map(str, (f"environments[{number}]", *place)))
-                problems.append(f"{origin}: {where}: {what}.")
-    if problems:
-        raise config_error(problems)
-    return entries
+    try:
+        return TypeAdapter(list[MixEntry]).validate_python(listed)
+    except ValidationError as error:
+        problems = []
+        for (number, *place), what in faults(error):
+            where = ".".join(map(str, (f"environments[{number}]", *place)))
+            problems.append(f"{origin}: {where}: {what}.")
+        raise config_error(problems) from None

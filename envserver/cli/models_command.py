@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,22 +21,20 @@ from ..settings.config import (
     SimConfig,
     TokensConfig,
 )
-from ..settings.section import Section
+from ..settings.section import Count, Port, PositiveShare, Section
 from ..settings.server import LoopbackHost
 from ..telemetry.redaction import printable
 from . import lean_imports
-from .command_line import CommandSpec
+from .command_line import CommandSpec, say
 
 if TYPE_CHECKING:
     from envserver_local.simulated.policy import Solver
     from envserver_local.tiny.from_experts import TinyPlan
     from rich.progress import Progress
-    from rich.table import Table
 
     from ..environment import Environment
     from ..models.catalogue import ModelEntry
     from ..models.probe import ProbeResult
-    from .console import Console
 
 
 class ListSettings(Section):
@@ -55,51 +52,35 @@ LIST = CommandSpec(
 def run_list(argv: list[str]) -> int:
     with lean_imports():
         from ..models.catalogue import read_catalogue
-        from .console import Console, show_json
+        from .console import Console, show_json, table
 
     settings = LIST.read(argv)
     entries = list(read_catalogue(settings.models_file).values())
     if settings.as_json:
         show_json([entry.model_dump(mode="json", exclude_none=True) for entry in entries])
     elif entries:
-        Console().print(_table(entries))
+        header = ("name", "files", "by", "dtype", "tokens", "temp")
+        Console().print(table(header, map(_row, entries), padding=(0, 1, 0, 0)))
     if not entries:
-        print(f"No models: {settings.models_file} lists none.", file=sys.stderr)
+        say(f"No models: {settings.models_file} lists none.")
     return 0 if entries else 1
 
 
-def _table(entries: list[ModelEntry]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    for column in ("name", "files", "by", "dtype", "tokens", "temp"):
-        table.add_column(column, overflow="fold")
-    for entry in entries:
-        sampling = [
-            "" if (value := entry.sampling.get(name)) is None else f"{value:g}"
-            for name in ("max_tokens", "temperature")
-        ]
-        dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
-        served = f" as {entry.served_name}" if entry.served_name else ""
-        table.add_row(entry.name + served, entry.files, entry.backend, dtype, *sampling)
-    return table
+def _row(entry: ModelEntry) -> tuple[str, ...]:
+    values = [entry.sampling.get(name) for name in ("max_tokens", "temperature")]
+    sampling = ["" if value is None else f"{value:g}" for value in values]
+    dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
+    served = f" as {entry.served_name}" if entry.served_name else ""
+    return (entry.name + served, entry.files, entry.backend, dtype, *sampling)
 
 
 _START = """Starts an engine for a model: vLLM if it is installed and starts, else the local
 engine, and says why. Prints the address when the engine is ready, restarts the engine when it
 dies, and stops it on exit. NAME is a name in models.yaml, a folder, or a name on the hub."""
 
-_START_ALIASES = {
-    name: f"engine.{name}"
-    for name in (
-        *("models_file", "backend", "port", "vllm_python", "vllm_args", "local_args"),
-        *("start_seconds", "restarts", "log"),
-    )
-}
-
 
 class StartSettings(Logged):
-    name: str = Field(default="", min_length=0)
+    name: str = ""
     """Name of the model. Can be given as the first argument."""
     engine: EngineConfig = EngineConfig()
 
@@ -110,7 +91,7 @@ START = CommandSpec(
     StartSettings,
     usage="NAME",
     arguments=("name",),
-    aliases=_START_ALIASES,
+    aliases={name: f"engine.{name}" for name in EngineConfig.model_fields},
     frequent=(
         *("name", "engine.backend", "engine.port", "engine.vllm_args", "engine.local_args"),
         *("engine.models_file", "engine.start_seconds", "engine.log"),
@@ -141,13 +122,9 @@ async def _start(settings: StartSettings) -> None:
 
     config = settings.engine
     entry = find_model(settings.name, read_catalogue(config.models_file), config.models_file)
-    async with running_engine(entry, config, tell=_say) as engine:
+    async with running_engine(entry, config, tell=say) as engine:
         print(engine.base_url, flush=True)
         await engine.until_lost()
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 _TINY = """Trains a language model of a million parameters that answers sums and differences up
@@ -167,13 +144,13 @@ class TinySettings(Section):
     steps: int | None = Field(default=None, ge=2)
     """Optimizer steps; fewer give a weaker model. Default: 500 (sums), 600 (many), 38 (half_sort),
     190 (half_tool)."""
-    groups: int | None = Field(default=None, ge=1)
+    groups: Count | None = None
     """Groups of expert rollouts for each kind of tasks. Default: 124 groups of eight (sums), 1500
     of two (many), of one (half_sort, half_tool)."""
-    solve_probability: float | None = Field(default=None, gt=0, le=1)
+    solve_probability: PositiveShare | None = None
     """Fraction of rollouts that the expert solves, and about what the trained model solves.
     Default: 0.25 (sums), 0.35 (many), 1 (half_sort, half_tool)."""
-    threads: int = Field(default=1, ge=1)
+    threads: Count = 1
     """Torch threads; another number gives other weights, and more help only on an idle machine."""
     overwrite: bool = False
     """Replace an existing tiny model."""
@@ -241,7 +218,7 @@ model: it answers with correct or spoiled solutions of the tasks of --env, and r
 class SimSettings(EnvironmentSettings):
     host: LoopbackHost = "127.0.0.1"
     """Address to listen on; only loopback addresses."""
-    port: int = Field(default=9001, ge=0, le=65535)
+    port: Port = 9001
     """Port; 0 chooses a free port."""
     sim: SimConfig = SimConfig()
     sandbox: SandboxConfig = SandboxConfig()
@@ -261,14 +238,12 @@ SIM = CommandSpec(
 
 def run_sim(argv: list[str]) -> int:
     with lean_imports():
-        from ..running import simulated_server
         from .loop import run_loop, show_logs
 
     settings = SIM.read(argv)
     show_logs(settings)
-    place: dict[str, Any] = {"host": settings.host, "port": settings.port}
     solver = _solver(settings)
-    run_loop(simulated_server.run_sim(settings.sim, **place, solver=solver, announce=_say))
+    run_loop(_serve_sim(settings, solver))
     return 0
 
 
@@ -280,8 +255,8 @@ def _solver(settings: SimSettings) -> Solver | None:
 
     if settings.environment is None:
         return None
-    line = RunSpec(settings, settings.environment, find(settings.environment))
-    environment = line.make_environment()
+    spec = RunSpec(settings, settings.environment, find(settings.environment))
+    environment = spec.make_environment()
     if environment.sandbox is None:  # tasks may be slow, and a thread cannot be interrupted
         return demonstration_solver(environment, settings.env.split)
     return run_loop(_with_sandboxes(environment, settings))
@@ -298,6 +273,18 @@ async def _with_sandboxes(environment: Environment, settings: SimSettings) -> So
         return await asyncio.to_thread(demonstration_solver, environment, settings.env.split)
 
 
+async def _serve_sim(settings: SimSettings, solver: Solver | None) -> None:
+    from envserver_local.simulated.server import serve_sim
+
+    from .loop import stopped
+
+    def listening(url: str) -> None:
+        say(f"Simulated engine (no language model) at {url}")
+
+    place = settings.host, settings.port
+    await serve_sim(settings.sim, *place, solver, listening=listening, stop=stopped())
+
+
 _PROBE = """Sends about a dozen tiny requests to an engine and shows what it can do: how exactly
 its tokens can be recorded, what is missing, and how to fix it. Several addresses (separated by
 commas) are probed one by one, and their differences are shown."""
@@ -307,7 +294,7 @@ class ProbeSettings(Logged):
     url: list[str] = Field(default_factory=list)
     """Addresses of engines, with or without `http://`; unset: those of openai.base_url."""
     log_level: LogLevel = "error"
-    as_json: bool = Field(default=False)
+    as_json: bool = False
     """Print JSON instead of a table."""
     openai: OpenAIConfig = OpenAIConfig()
     tokens: TokensConfig = TokensConfig()
@@ -351,7 +338,7 @@ async def _probe_all(settings: ProbeSettings) -> int:
     show(probed, differences(probed))
     for url, outcome in zip(urls, outcomes, strict=True):
         if isinstance(outcome, EngineError):
-            print(printable(f"envserver: {url}: {outcome}", keep="\n"), file=sys.stderr)
+            say(printable(f"envserver: {url}: {outcome}", keep="\n"))
     return 0 if len(probed) == len(urls) else 1
 
 
@@ -455,73 +442,52 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
 
 def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None:
     from rich.table import Table
-    from rich.text import Text
 
     from .console import Console
 
     console = Console(highlight=False, markup=False)
+
+    def show_list(title: str, lines: Sequence[str], style: str = "bold yellow") -> None:
+        if lines:
+            console.say(title, style=style)
+            show_grid([("  -", line) for line in lines], gap=1)
+
+    def show_grid(rows: Iterable[tuple[str, str]], gap: int, style: str | None = None) -> None:
+        grid = Table.grid(padding=(0, gap))
+        grid.add_column(style=style, no_wrap=True)
+        grid.add_column(overflow="fold")
+        for row in rows:
+            grid.add_row(*row)
+        console.print(grid)
+
     for one in probed:
-        console.print(Text(one.url, style="bold"))
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in _rows(one):
-            table.add_row(f"  {name}", value)
-        console.print(table)
-        _print_list(console, "To improve this:", list(_better(one)))
+        console.say(one.url, style="bold")
+        show_grid(((f"  {name}", value) for name, value in _rows(one)), gap=2, style="dim")
+        show_list("To improve this:", list(_better(one)))
         console.print()
-    _print_list(console, "THESE REPLICAS DIFFER:", different, style="bold red")
-
-
-def _print_list(
-    console: Console, title: str, lines: Sequence[str], style: str = "bold yellow"
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    if not lines:
-        return
-    console.print(Text(title, style=style))
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for line in lines:
-        table.add_row("  -", line)
-    console.print(table)
+    show_list("THESE REPLICAS DIFFER:", different, style="bold red")
 
 
 def _rows(probed: ProbedEngine) -> Iterator[tuple[str, str]]:
-    probe_result = probed.probe_result
-    root = probe_result.root if probe_result.root not in (None, probe_result.model) else None
-    yield "server", probe_result.server or "unknown"
-    yield "model", f"{probe_result.model} (from {root})" if root else probe_result.model
-    yield (
-        "context",
-        f"{probe_result.max_model_len} tokens" if probe_result.max_model_len else "unknown",
-    )
-    yield "mode", f"{probe_result.mode}: {_MODES[probe_result.mode]}"
-    yield "tool calls", _yes(probe_result.tools)
-    yield "reasoning", "parsed by the engine" if probe_result.reasoning_parser else "not parsed"
-    yield "logprobs", _LOGPROBS[probe_result.logprobs]
-    yield "weight versions", "for each token" if probe_result.weight_versions else "not reported"
-    yield "pause, resume", _yes(probe_result.pausable)
-    yield "metrics", _yes(probe_result.metrics)
-    yield "tokenizer", str(probed.tokenizer) if probed.tokenizer else "not found"
+    found = probed.probe_result
+    root = f" (from {found.root})" if found.root and found.root != found.model else ""
+    context = f"{found.max_model_len} tokens" if found.max_model_len else "unknown"
+    yield "server", found.server or "unknown"
+    yield "model", f"{found.model}{root}"
+    yield "context", context
+    yield "mode", f"{found.mode}: {_MODES[found.mode]}"
+    yield "tool calls", _short(found.tools)
+    yield "reasoning", "parsed by the engine" if found.reasoning_parser else "not parsed"
+    yield "logprobs", _LOGPROBS[found.logprobs]
+    yield "weight versions", "for each token" if found.weight_versions else "not reported"
+    yield "pause, resume", _short(found.pausable)
+    yield "metrics", _short(found.metrics)
+    yield "tokenizer", str(probed.tokenizer or "not found")
     if probed.template_kwargs:
         yield "template variables", orjson.dumps(probed.template_kwargs).decode()
-    yield "stitching", _stitching(probed)
-
-
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "no"
-
-
-def _stitching(probed: ProbedEngine) -> str:
-    if probed.not_stitched is not None:
-        return f"no: {probed.not_stitched}"
-    if not probed.probe_result.tools:
-        return "yes: prompts rendered here match the engine's"
-    return "yes: prompts rendered here match the engine's, also with tools"
+    with_tools = ", also with tools" if found.tools else ""
+    stitching = f"yes: prompts rendered here match the engine's{with_tools}"
+    yield "stitching", stitching if probed.not_stitched is None else f"no: {probed.not_stitched}"
 
 
 def _better(probed: ProbedEngine) -> Iterator[str]:

@@ -17,7 +17,7 @@ from ..running.run_settings import ProcessSettings
 from ..settings.config import OpenAIConfig, Settings
 from ..settings.section import EnvironmentConfig
 from . import lean_imports
-from .command_line import FREQUENT, CommandSpec, program, read_run_spec
+from .command_line import FREQUENT, CommandSpec, program
 
 SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
 of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once,
@@ -53,14 +53,13 @@ _SECRET = re.compile("token|key|secret|password")
 def run(argv: list[str]) -> int:
     with lean_imports():
         from ..running.group_run import process_run
-        from ..running.mix import alone
         from .console import Console
         from .conversation import Samples
         from .loop import SignalStop, run_loop, show_logs
         from .mixing import read_mix
         from .progress import ProgressView, show_result
 
-    members = read_mix(COMMAND, argv) or [alone(read_run_spec(COMMAND, argv))]
+    members = read_mix(COMMAND, argv)
     spec = members[0].spec
     show_logs(spec.settings)
     console = Console(stderr=True)

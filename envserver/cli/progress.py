@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from textwrap import shorten
 
 from envserver_records.costs import added
@@ -31,7 +30,7 @@ from ..running.judging import judge_line
 from ..running.metrics import Tally, is_full, mean_text
 from ..settings.config import Settings
 from ..telemetry.redaction import counted
-from ..tokens.flags import FLAGS, Actions, chosen
+from ..tokens.flags import FLAGS, chosen
 from .console import Console
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -137,13 +136,31 @@ def _reward(reward: float, bounds: RewardRange) -> str:
 
 
 def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
-    if run.tally.first_groups:
-        console.print(summary_table(run.tally))
+    tally = run.tally
+    if tally.first_groups:
+        console.print(summary_table(tally))
         if len(run.shares) > 1:
             console.print(_shares_table(run))
+    if settings.model == SIMULATED:
+        console.print("The model was simulated: these rewards do not measure a real model.")
+    if tally.rollouts:
+        console.say(tally.costs_line())
+    for path, groups in run.written().items():
+        console.say(f"{counted(groups, 'group')} in {path}")
+    for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
+        for kind, count in sorted(counts.items()):
+            words = shorten(tally.last_words.get(kind, ""), LONGEST_WORDS, placeholder=" ...")
+            console.say(f"{counted(count, noun)}: {kind}{words and f' ({words})'}")
     tokens = settings.tokens
     actions = chosen(tokens.train, tokens.mask, tokens.drop)
-    show_notes(console, run.tally, list(run.written().items()), settings, actions)
+    for flag, count in sorted(tally.flags.items()):
+        meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
+        console.say(
+            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
+        )
+    if tally.untrained.tokens:
+        flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
+        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")
     if run.judge is not None:
         console.say(judge_line(run.judge))
     for file in run.files.values():
@@ -160,30 +177,3 @@ def _shares_table(run: GroupRun) -> Table:
         mean = mean_text(run.rewards[name].mean)
         table.add_row(name, str(run.groups[name]), f"{share:.0%}", f"{wanted:.0%}", mean)
     return table
-
-
-def show_notes(
-    console: Console,
-    tally: Tally,
-    files: list[tuple[Path, int]],
-    settings: Settings,
-    actions: Actions,
-) -> None:
-    if settings.model == SIMULATED:
-        console.print("The model was simulated: these rewards do not measure a real model.")
-    if tally.rollouts:
-        console.say(tally.costs_line())
-    for path, groups in files:
-        console.say(f"{counted(groups, 'group')} in {path}")
-    for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):
-        for kind, count in sorted(counts.items()):
-            words = shorten(tally.last_words.get(kind, ""), LONGEST_WORDS, placeholder=" ...")
-            console.say(f"{counted(count, noun)}: {kind}{words and f' ({words})'}")
-    for flag, count in sorted(tally.flags.items()):
-        meaning = f" ({FLAGS[flag].meaning})" if flag in FLAGS else ""
-        console.say(
-            f"{counted(count, 'rollout')} flagged, {_DONE[actions.of(flag)]}: {flag}{meaning}"
-        )
-    if tally.untrained.tokens:
-        flags = ", ".join(f"{flag} {count:,}" for flag, count in tally.untrained.by_flag.items())
-        console.say(f"{tally.untrained.share:.0%} of the sampled tokens are not trained: {flags}")

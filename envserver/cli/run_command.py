@@ -94,10 +94,10 @@ def run(argv: list[str]) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def failed(failure: Failure) -> None:
-        console.print(f"Trying again: {failure.message}", markup=False)
+        console.say(f"Trying again: {failure.message}")
 
     if settings.watch:
-        return watch(_once(argv), line, console)
+        return watch([*argv, "--watch", "false"], line, console)
     if settings.debug and (python := interpreter_of(line.reference)) is not None:
         sys.stderr.flush()
         become(python, ["run", *argv])
@@ -116,33 +116,20 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _once(argv: list[str]) -> list[str]:
-    kept: list[str] = []
-    skips_value = False
-    for word in argv:
-        if skips_value and word.lower() in ("true", "1", "yes"):
-            skips_value = False
-            continue
-        skips_value = word == "--watch"
-        if not skips_value and not word.startswith("--watch="):
-            kept.append(word)
-    return kept
-
-
 def _show(answered: Answered, path: Path, console: Console) -> None:
     answer, trajectory = answered.document["final_answer"], answered.trajectory
     shown = printable(answer or "", keep="\n\t") if sys.stdout.isatty() else answer
     sys.stdout.write(f"{shown}\n" if shown else "")
     sys.stdout.flush()
     if not answer:
-        console.print("There is no final answer.", markup=False)
+        console.say("There is no final answer.")
     if trajectory.limit is not None:
-        console.print(f"The rollout hit its limit: {trajectory.limit}.", markup=False)
+        console.say(f"The rollout hit its limit: {trajectory.limit}.")
     if trajectory.score.reward is not None:
-        console.print(f"Reward: {trajectory.score.reward:g}", markup=False)
+        console.say(f"Reward: {trajectory.score.reward:g}")
     if answered.judge:
-        console.print(answered.judge, markup=False)
-    console.print(f"Trajectory: {path}", markup=False)
+        console.say(answered.judge)
+    console.say(f"Trajectory: {path}")
 
 
 def _free_path(environment: str, task_id: str) -> Path:
@@ -174,7 +161,7 @@ def watch(argv: Sequence[str], spec: RunSpec[RunSettings], console: Console) -> 
                 changed = _next_change(spec, seen, process, console)
             finally:
                 _end(process)
-            console.print(f"{changed.name} has changed: running again.", markup=False)
+            console.say(f"{changed.name} has changed: running again.")
     except KeyboardInterrupt:
         return 130
 
@@ -224,7 +211,7 @@ def _next_change(
             return next(path for path in {**seen, **now} if seen.get(path) != now.get(path))
         if not waiting and process.poll() is not None:
             waiting = True
-            console.print("Waiting for a change; Ctrl-C ends.", markup=False)
+            console.say("Waiting for a change; Ctrl-C ends.")
         time.sleep(_POLL_SECONDS)
 
 
@@ -271,7 +258,7 @@ def run_replay(argv: list[str]) -> int:
         from .console import Console
         from .loop import configure_logs, run_loop
 
-    record = _named_record(REPLAY.flags(argv))
+    record = _named_record(REPLAY.sources(argv).flags)
     name = REPLAY.named_environment(argv) or recorded_environment(record)
     recorded = recorded_settings(record, find(name).Config)
     line = read_run_spec(REPLAY, argv, defaults=recorded, environment=name)
@@ -297,7 +284,7 @@ def _named_record(flags: Sequence[Given]) -> Record:
 
 
 def _show_replay(console: Console, record: Record, done: Replayed) -> None:
-    from rich.table import Table
+    from .console import table
 
     how = "calls recorded" if record.kept else "calls reconstructed from its conversations"
     console.say(f"{record.rollout.rollout_id} ({record.place}): {how}.")
@@ -315,13 +302,11 @@ def _show_replay(console: Console, record: Record, done: Replayed) -> None:
         return
     if done.left:
         console.say(f"DIFFERENT: it ended {counted(done.left, 'call')} earlier than recorded.")
-    table = Table(box=None, padding=(0, 2, 0, 1))
-    for name in ("", "then", "now"):
-        table.add_column(name, overflow="fold")
+    rows = []
     for fact in done.facts:
-        now = "the same" if fact.same else f"differs at {', '.join(fact.places[:3])}: "
-        table.add_row(fact.name, _short(fact.then), now + _short(fact.now) * (not fact.same))
-    console.print(table)
+        now = f"differs at {', '.join(fact.places[:3])}: {_short(fact.now)}"
+        rows.append((fact.name, _short(fact.then), "the same" if fact.same else now))
+    console.print(table(("", "then", "now"), rows))
     if done.same:
         console.say(f"The same: {counted(done.played, 'call')}, the result and the score.")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,7 @@ from . import lean_imports
 from .command_line import ENGINE, CommandSpec, read_run_spec
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from ..rollouts.audit import Difference
     from ..running.rescoring import Tally
     from ..running.scoring import Summary
     from ..running.verifying import Report
@@ -51,7 +51,7 @@ def run_score(argv: list[str]) -> int:
             )
             summary = run_loop(work)
     except KeyboardInterrupt:
-        console.print(f"Stopped: {settings.out} was not changed.", highlight=False, markup=False)
+        console.say(f"Stopped: {settings.out} was not changed.")
         raise
     _show(console, summary, settings.out)
     return 1 if summary.errors else 0
@@ -59,17 +59,15 @@ def run_score(argv: list[str]) -> int:
 
 def _show(console: Console, summary: Summary, output: Path) -> None:
     mean = "none" if summary.mean_reward is None else f"{summary.mean_reward:.3f}"
-    lines = [
+    console.say(
         f"{summary.rows} rows in {summary.seconds:.1f} s: {summary.scored} scored, "
         f"{summary.unscorable} not scorable, {summary.errors} errors; mean reward {mean}"
-    ]
+    )
     if summary.first_error:
-        lines.append(f"First error: {summary.first_error}")
+        console.say(f"First error: {summary.first_error}")
     if summary.judge:
-        lines.append(summary.judge)
-    lines.append(f"Scores in {output}")
-    for text in lines:
-        console.say(text)
+        console.say(summary.judge)
+    console.say(f"Scores in {output}")
 
 
 _RESCORE = """Scores stored rollouts again with the environment or another rubric; no policy
@@ -114,44 +112,40 @@ def run_rescore(argv: list[str]) -> int:
             on_bad = bad.append if settings.skip_bad else None
             tally = run_loop(rescore(line, on_bad=on_bad, on_progress=on_progress))
     except KeyboardInterrupt:
-        console.print(f"Stopped: use --resume to continue {settings.out}.", markup=False)
+        console.say(f"Stopped: use --resume to continue {settings.out}.")
         raise
     _show_rescored(console, tally, bad, settings.out)
     return 0 if tally.groups and not tally.left_out["failed"] else 1
 
 
 def _show_rescored(console: Console, tally: Tally, bad: list[InputError], out: Path) -> None:
-    from rich.table import Table
-
     from ..running.rescoring import LEFT_OUT
+    from .console import table
 
-    table = Table(box=None, padding=(0, 2, 0, 1))
-    for name in ("", "old", "new", "change"):
-        table.add_column(name, justify="left" if not name else "right")
+    rows = [
+        (f"{one.rollout_id} ({one.task_id})", f"{one.old:g}", f"{one.new:g}",
+         f"{one.new - one.old:+.4g}")
+        for one in tally.examples
+    ]  # fmt: skip
     if count := tally.compared:
         old, new = tally.old / count, tally.new / count
-        table.add_row("mean reward", f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}")
-    for one in tally.examples:
-        name = f"{one.rollout_id} ({one.task_id})"
-        table.add_row(name, f"{one.old:g}", f"{one.new:g}", f"{one.new - one.old:+.4g}")
-    console.print(table)
-    lines = [
-        f"{counted(tally.groups, 'group')} with {counted(tally.rollouts, 'rollout')}"
-        + (f", {tally.already} of them from an earlier run" if tally.already else "")
-        + f": {tally.changed} of {tally.compared} rewards changed ({tally.up} up, "
-        f"{tally.down} down)."
-    ]
+        rows.insert(0, ("mean reward", f"{old:.4f}", f"{new:.4f}", f"{new - old:+.4f}"))
+    header = ("", "old", "new", "change")
+    console.print(table(header, rows, right=header[1:]))
+    already = f", {tally.already} of them from an earlier run" if tally.already else ""
+    console.say(
+        f"{counted(tally.groups, 'group')} with {counted(tally.rollouts, 'rollout')}{already}: "
+        f"{tally.changed} of {tally.compared} rewards changed ({tally.up} up, {tally.down} down)."
+    )
     if tally.unscorable:
-        lines.append(f"Left out, without a reward: {counted(tally.unscorable, 'rollout')}.")
+        console.say(f"Left out, without a reward: {counted(tally.unscorable, 'rollout')}.")
     for reason, number in tally.left_out.items():
-        lines.append(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
+        console.say(f"Left out: {number} {LEFT_OUT[reason]}. First: {tally.first[reason]}")
     if bad:
-        lines.append(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
+        console.say(f"Skipped: {counted(len(bad), 'bad line')}. First: {bad[0]}")
     if tally.judge:
-        lines.append(tally.judge)
-    lines.append(f"Groups in {out}" if tally.groups else "No group was written.")
-    for text in lines:
-        console.print(text, markup=False)
+        console.say(tally.judge)
+    console.say(f"Groups in {out}" if tally.groups else "No group was written.")
 
 
 _VERIFY = """Checks that delivered tokens are what the engine sampled: reads a JSONL file of
@@ -201,75 +195,62 @@ def run_verify(argv: list[str]) -> int:
 
 
 def _show_report(console: Console, report: Report, title: str) -> None:
-    for part in (title, _VERDICTS[report.verdict]):
-        console.say(part)
-    console.print(_sums(report))
+    from .console import table
+
+    console.say(title)
+    console.say(_VERDICTS[report.verdict])
+    console.print(table(("", "number", ""), _sums(report), right=("number",), show_header=False))
     if report.worst:
-        console.print("Largest differences of logprobs:", highlight=False)
-        console.print(_worst(report))
+        console.say("Largest differences of logprobs:")
+        numbers = ("line", "row", "place", "token", "recorded", "now", "off by")
+        rows = map(_worst, report.worst[:_WORST_SHOWN])
+        header = ("line", "rollout", *numbers[1:])
+        console.print(table(header, rows, right=numbers, padding=(0, 0, 0, 1)))
     for finding in report.findings[:_FINDINGS_SHOWN]:
-        text = f"{finding.kind}: {finding.place}: {finding.message}"
-        console.say(text)
+        console.say(f"{finding.kind}: {finding.place}: {finding.message}")
     if (more := report.kinds.total() - _FINDINGS_SHOWN) > 0:
-        console.print(f"... and {counted(more, 'finding')} more.", highlight=False)
+        console.say(f"... and {counted(more, 'finding')} more.")
 
 
-def _sums(report: Report) -> Table:
-    from rich.table import Table
-
+def _sums(report: Report) -> Iterator[tuple[str, str, str]]:
     from ..rollouts.audit import NOT_COMPARED
 
     totals = report.totals.facts()
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 1))
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(overflow="fold")
     count = totals["tokens"]
     version = "" if report.version < 0 else f"policy version {report.version}"
-    table.add_row("groups", f"{report.groups:,}", "")
+    yield "groups", f"{report.groups:,}", ""
     if report.unsealed:
         words = "written by an older version or another program: changes are not found"
-        table.add_row("  without digest", f"{report.unsealed:,}", words)
-    table.add_row("rows", f"{report.rows:,}", "each checked separately")
+        yield "  without digest", f"{report.unsealed:,}", words
+    yield "rows", f"{report.rows:,}", "each checked separately"
     for reason, number in report.not_compared.most_common():
         tokens = counted(report.tokens_not_compared[reason], "trained token")
-        words = f"{NOT_COMPARED[reason]} ({tokens})"
-        table.add_row("  not compared", f"{number:,}", words)
-    table.add_row("  compared", f"{totals['rows']:,}", version)
-    table.add_row("trained tokens", f"{count:,}", "in the compared rows")
+        yield "  not compared", f"{number:,}", f"{NOT_COMPARED[reason]} ({tokens})"
+    yield "  compared", f"{totals['rows']:,}", version
+    yield "trained tokens", f"{count:,}", "in the compared rows"
     if count:
         exact, over = totals["tokens_exactly_equal"], totals["tokens_over_tolerance"]
-        table.add_row("  exactly equal", f"{exact:,}", _percent(exact, count))
+        yield "  exactly equal", f"{exact:,}", _percent(exact, count)
         words = f"{_percent(over, count)}, in {counted(totals['rows_over_tolerance'], 'row')}"
-        table.add_row(f"  off by over {totals['tolerance']:g}", f"{over:,}", words)
+        yield f"  off by over {totals['tolerance']:g}", f"{over:,}", words
         largest, mean = totals["largest_difference"], totals["mean_difference"]
-        table.add_row("largest difference", f"{largest:.3g}", f"mean {mean:.3g}")
+        yield "largest difference", f"{largest:.3g}", f"mean {mean:.3g}"
         kl = f"k1 {totals['kl_k1']:.3g}, k3 {totals['kl_k3']:.3g}"
-        table.add_row("KL estimates", "", f"{kl} (recorded policy to engine, per token)")
+        yield "KL estimates", "", f"{kl} (recorded policy to engine, per token)"
     for kind, number in report.kinds.most_common():
-        table.add_row(f"[red]{kind}[/]", f"{number:,}", "")
-    return table
+        yield f"[red]{kind}[/]", f"{number:,}", ""
 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.4g} %"
 
 
-def _worst(report: Report) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 0, 0, 1))
-    table.add_column("line", justify="right")
-    table.add_column("rollout", overflow="fold")
-    for name in ("row", "place", "token", "recorded", "now", "off by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for worst in report.worst[:_WORST_SHOWN]:
-        table.add_row(
-            "-" if worst.line is None else str(worst.line),
-            worst.rollout_id or worst.group_id,
-            *(str(number) for number in (worst.row, worst.position, worst.token)),
-            f"{worst.recorded:.5f}",
-            f"{worst.again:.5f}",
-            f"{worst.difference:+.2g}",
-        )
-    return table
+def _worst(worst: Difference) -> tuple[str, ...]:
+    return (
+        "-" if worst.line is None else str(worst.line),
+        worst.rollout_id or worst.group_id,
+        *map(str, (worst.row, worst.position, worst.token)),
+        f"{worst.recorded:.5f}",
+        f"{worst.again:.5f}",
+        f"{worst.difference:+.2g}",
+    )

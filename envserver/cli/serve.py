@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from ..running.run_settings import (
 from ..settings.config import MixSettings
 from ..telemetry.redaction import counted
 from . import lean_imports
-from .command_line import FREQUENT, CommandSpec, read_run_spec
+from .command_line import FREQUENT, CommandSpec, read_run_spec, say
 
 if TYPE_CHECKING:
     from ..running.api_serving import ApiServer
@@ -56,13 +55,12 @@ COMMAND: CommandSpec[MixSettings] = CommandSpec(
 
 def run(argv: list[str]) -> int:
     with lean_imports():
-        from ..running.mix import alone
         from ..running.serving import serving
         from .console import Console
         from .loop import run_loop, show_logs
         from .mixing import read_mix
 
-    members = read_mix(COMMAND, argv) or [alone(read_run_spec(COMMAND, argv))]
+    members = read_mix(COMMAND, argv)
     settings = members[0].spec.settings
     show_logs(settings)
     console = Console(stderr=True)
@@ -141,14 +139,11 @@ def run_api(argv: list[str]) -> int:
 
 
 async def _until_signal(serving: AbstractAsyncContextManager[ApiServer]) -> int:
-    import asyncio
+    from .loop import stopped
 
-    from .loop import on_signals
-
-    stop = asyncio.Event()
     async with serving as server:
-        on_signals(stop.set)  # not before: a signal ends a start, which may wait for its database
-        print(f"Trainers and environments: {server.url}", file=sys.stderr, flush=True)
+        stop = stopped()  # not before: a signal ends a start, which may wait for its database
+        say(f"Trainers and environments: {server.url}")
         await stop.wait()
     return 0
 
@@ -197,14 +192,14 @@ async def _serve_sandboxes(
     async with serving as served:
         on_signals(on_signal)  # not before: a signal ends a start
         load = served.machine.load
-        _say(
+        say(
             f"Sandboxes ({load.backend}, {load.sandboxes} at a time, {load.room} programs at a "
             f"time): --sandbox.remote {served.url}"
         )
         await stop.wait()
         left = served.machine.load.open
         if left:
-            _say(f"Waiting until {left} open sandboxes are closed; again stops at once.")
+            say(f"Waiting until {left} open sandboxes are closed; again stops at once.")
         draining = asyncio.create_task(served.drain())
         ending = asyncio.create_task(at_once.wait())
         await asyncio.wait(
@@ -215,10 +210,6 @@ async def _serve_sandboxes(
         ending.cancel()
         draining.cancel()
         return 1 if served.machine.load.open else 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 _JOIN = """Runs rollouts of an environment on this machine for the server at URL (`serve` or

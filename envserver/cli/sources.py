@@ -39,7 +39,8 @@ class Given:
     """A value given in a source.
 
     Args:
-        value: text, or the parsed value of a YAML file; None also for a flag without a value.
+        value: text, the parsed value of a YAML file, or a list with one positional argument; None
+            also for a flag without a value.
         origin: the flag, the variable (after `.env:line` if it comes from there) or `file:line`.
         kind: flag, variable or file.
     """
@@ -48,11 +49,19 @@ class Given:
     value: Any
     origin: str
     kind: str
-    is_text: bool = True
 
     @property
     def where(self) -> str:
         return f"{self.origin}: {self.path}" if self.kind == "file" else self.origin
+
+    def parsed(self, option: Option) -> Any:
+        if self.kind == "file" or isinstance(self.value, list):
+            return self.value
+        if self.value is not None:
+            return option.parse(self.value)
+        if option.is_bool:
+            return True
+        raise ValueError(f"a value is needed ({option.type_name})")
 
 
 def read_variables(environ: Mapping[str, str]) -> list[Given]:
@@ -97,17 +106,6 @@ def _bindings(path: Path) -> list[Binding]:
     return list(parse_stream(io.StringIO(read_text(path, errors="surrogateescape"))))
 
 
-class ConfigFile:
-    """The values in the file of --config. This base class stands for no file."""
-
-    def read(self, options: Collection[str]) -> list[Given]:
-        """Returns every value; `options` (paths) decides which mappings are sections."""
-        return []
-
-    def names_in(self, section: str) -> list[str]:
-        return []
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     try:
         return path.read_text(encoding="utf-8", errors=errors)
@@ -144,86 +142,84 @@ ALIASES = {
 _TRUTH_VALUES = {"true", "false", "yes", "no", "on", "off", "y", "n", "t", "f", "1", "0"}
 
 
-def read_flags(
-    command_line: Sequence[str],
-    options: Mapping[str, Option],
-    *,
-    aliases: Mapping[str, str] | None = None,
-    arguments: Sequence[str] = (),
-) -> list[Given]:
-    """A flag that is not among `options` takes a value if one follows."""
-    names = {**ALIASES, **(aliases or {})}
-    places = deque(arguments)
-    words = deque(command_line)
-    given: list[Given] = []
-    only_arguments = False
-    while words:
-        word = words.popleft()
-        if word == "--" and arguments and not only_arguments:
-            only_arguments = True
-        elif not only_arguments and (flag := _flag_name(word, names)) is not None:
-            given.append(_flag(word, flag, words, options, names, bool(arguments)))
-        elif places and (only_arguments or word == "-" or not word.startswith("-")):
-            option = options.get(places[0])
-            is_list = option is not None and option.is_list
-            path = places[0] if is_list else places.popleft()
-            origin = argument_name(path)
-            value = [word] if is_list else word
-            given.append(Given(path, value, origin, "flag", is_text=not is_list))
-        else:
-            # After a flag the argument may be half of a secret: it is not repeated.
-            what = f"after {given[-1].origin} and its value" if given else repr(word)
-            raise ConfigError(f"Unexpected argument {what}.", hint="Settings: --name value.")
-    return given
+class FlagReader:
+    """Reads the command line of a command with these settings.
+
+    Args:
+        aliases: other names of flags.
+        arguments: paths of the settings that are given by position.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Option], aliases: Mapping[str, str], arguments: Sequence[str]
+    ) -> None:
+        self._options = options
+        self._aliases = aliases
+        self._arguments = arguments
+
+    def path_of(self, name: str) -> str:
+        path = name.replace("-", "_")
+        return path if path in self._options else self._aliases.get(path, path)
+
+    def read(self, command_line: Sequence[str]) -> list[Given]:
+        """A flag that is not among the options takes a value if one follows."""
+        places, words = deque(self._arguments), deque(command_line)
+        given: list[Given] = []
+        only_arguments = False
+        while words:
+            word = words.popleft()
+            if word == "--" and self._arguments and not only_arguments:
+                only_arguments = True
+            elif not only_arguments and (name := self._name(word)) is not None:
+                path, value = self._flag(name, words)
+                given.append(Given(path, value, word.partition("=")[0], "flag"))
+            elif places and (only_arguments or word == "-" or not word.startswith("-")):
+                option = self._options.get(places[0])
+                if option is not None and option.is_list:
+                    given.append(Given(places[0], [word], argument_name(places[0]), "flag"))
+                else:
+                    path = places.popleft()
+                    given.append(Given(path, word, argument_name(path), "flag"))
+            else:
+                # After a flag the argument may be half of a secret: it is not repeated.
+                what = f"after {given[-1].origin} and its value" if given else repr(word)
+                raise ConfigError(f"Unexpected argument {what}.", hint="Settings: --name value.")
+        return given
+
+    def _name(self, word: str) -> str | None:
+        """None if `word` is not a flag."""
+        if word.startswith("--") and word != "--":
+            return word[2:]
+        return word[1:] if len(word) == 2 and word[0] == "-" and word[1] in self._aliases else None
+
+    def _flag(self, flag: str, following: deque[str]) -> tuple[str, str | None]:
+        """Returns path and value, which is taken from the `following` words."""
+        name, equals, text = flag.partition("=")
+        path = self.path_of(name)
+        off = self.path_of(name[3:]) if name[:3] in ("no-", "no_") else ""
+        if path not in self._options and off in self._options and self._options[off].is_bool:
+            if equals:
+                raise ConfigError(f"--{name} takes no value.")
+            return off, "false"
+        if equals:
+            return path, text
+        return path, following.popleft() if following and self._is_value(
+            following[0], path
+        ) else None
+
+    def _is_value(self, word: str, path: str) -> bool:
+        option = self._options.get(path)
+        if word.startswith("--"):
+            return False
+        if option is not None and not option.is_switch:
+            return True
+        if self._name(word):  # `--verbose -o FILE`; None: perhaps a switch of an environment
+            return False
+        if option is None or not self._arguments:
+            return True
+        is_none = option.allows_none and word.lower() in ("none", "null")
+        return is_none or word.lower() in _TRUTH_VALUES
 
 
 def argument_name(path: str) -> str:
     return path.rpartition(".")[2].upper()
-
-
-def _flag_name(word: str, names: Mapping[str, str]) -> str | None:
-    """None if `word` is not a flag."""
-    if word.startswith("--") and word != "--":
-        return word[2:]
-    return word[1:] if len(word) == 2 and word[0] == "-" and word[1] in names else None
-
-
-def _flag(
-    word: str,
-    flag: str,
-    words: deque[str],
-    options: Mapping[str, Option],
-    names: Mapping[str, str],
-    has_arguments: bool,
-) -> Given:
-    name, equals, text = flag.partition("=")
-    path = path_of(name, options, names)
-    origin = word.partition("=")[0]
-    switched_off = path_of(name[3:], options, names) if name[:3] in ("no-", "no_") else ""
-    if path not in options and switched_off in options and options[switched_off].is_bool:
-        if equals:
-            raise ConfigError(f"{origin} takes no value.")
-        return Given(switched_off, "false", origin, "flag")
-    if equals:
-        return Given(path, text, origin, "flag")
-    option = options.get(path)
-    takes_no_value = option is None or option.is_switch  # None: perhaps of an environment's switch
-    if takes_no_value and words and _flag_name(words[0], names):
-        return Given(path, None, origin, "flag")  # `--verbose -o FILE`
-    if words and _is_value(words[0], option, has_arguments):
-        return Given(path, words.popleft(), origin, "flag")
-    return Given(path, None, origin, "flag")
-
-
-def path_of(name: str, options: Mapping[str, Option], names: Mapping[str, str]) -> str:
-    path = name.replace("-", "_")
-    return path if path in options else names.get(path, path)
-
-
-def _is_value(word: str, option: Option | None, has_arguments: bool) -> bool:
-    if word.startswith("--"):
-        return False
-    if option is None or not option.is_switch or not has_arguments:
-        return True
-    is_none = option.allows_none and word.lower() in ("none", "null")
-    return is_none or word.lower() in _TRUTH_VALUES

@@ -6,7 +6,6 @@ change at its next request.
 from __future__ import annotations
 
 import re
-import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -16,7 +15,7 @@ from pydantic import AfterValidator
 from ..settings.section import Section
 from ..settings.server import Role
 from . import lean_imports
-from .command_line import CommandSpec
+from .command_line import CommandSpec, say
 
 if TYPE_CHECKING:
     from ..http.access import Token
@@ -78,10 +77,9 @@ def run_create(argv: list[str]) -> int:
     lifetime = parse_lifetime(wanted.expires) if wanted.expires else None
     text, entry = create_token(wanted.tokens, wanted.name, wanted.role, lifetime)
     until = f" until {_shown(entry.expires_at)}" if entry.expires_at else ""
-    print(
+    say(
         f"A token for {entry.name} ({entry.role}){until}. It is shown only once; "
-        f"{wanted.tokens} keeps its hash.",
-        file=sys.stderr,
+        f"{wanted.tokens} keeps its hash."
     )
     print(text)
     return 0
@@ -105,7 +103,7 @@ def run_revoke(argv: list[str]) -> int:
 
     settings = REVOKE.read(argv)
     gone = revoke_token(settings.tokens, settings.token)
-    print(f"Revoked {gone.name} ({gone.role}).", file=sys.stderr)
+    say(f"Revoked {gone.name} ({gone.role}).")
     return 0
 
 

@@ -12,7 +12,7 @@ from envserver_records.http_errors import authorization
 from pydantic import Field
 
 from ..settings.config import Logged, LogLevel
-from ..settings.section import Section
+from ..settings.section import Port, Section
 from . import lean_imports
 from .command_line import CommandSpec
 
@@ -24,7 +24,7 @@ class ViewSettings(Logged):
     source: list[str] = Field(default_factory=list)
     """Files of `process` (.jsonl, .gz, .zst), unified trajectories or traces; folders of them or of
     `evaluate`; a store; or a server's URL (ENVSERVER_TOKEN holds its token). Several: compared."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """Port of the page; 0 picks a free one."""
     host: str = "127.0.0.1"
     """Address to listen on, of this machine only; from other machines use an SSH tunnel."""
@@ -60,13 +60,11 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
     import asyncio
 
     from .console import Console
-    from .loop import off_signals, on_signals
+    from .loop import off_signals, stopped
 
-    stop = asyncio.Event()
     async with viewing as found:
-        on_signals(stop.set)
-        console = Console(highlight=False, soft_wrap=True)
-        console.print(f"{found.title}: {found.url}/", markup=False)
+        stop = stopped()
+        Console().say(f"{found.title}: {found.url}/")
         if opens_browser:
             await asyncio.to_thread(webbrowser.open, f"{found.url}/")
         await stop.wait()

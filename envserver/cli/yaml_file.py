@@ -9,12 +9,12 @@ from typing import Any
 import yaml
 from envserver_records.errors import ConfigError, NotFoundError
 
-from .sources import ConfigFile, Given, as_list, read_text
+from .sources import Given, as_list, read_text
 
 _MAPPING = "tag:yaml.org,2002:map"
 
 
-class YamlFile(ConfigFile):
+class YamlFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._names_environment = False
@@ -34,17 +34,8 @@ class YamlFile(ConfigFile):
             raise ConfigError(f"{path}: nested too deeply.") from None
 
     def read(self, options: Collection[str]) -> list[Given]:
-        if self._root is None:
-            return []
-        return self._walk(self._root, "", options)
-
-    def names_in(self, section: str) -> list[str]:
-        node: yaml.Node | None = self._root
-        for part in section.split("."):
-            children = node.value if isinstance(node, yaml.MappingNode) else []
-            node = next((child for key, child in children if key.value == part), None)
-        children = node.value if isinstance(node, yaml.MappingNode) else []
-        return [f"{section}.{key.value}" for key, _ in children]
+        """Returns every value; `options` (paths) decides which mappings are sections."""
+        return [] if self._root is None else self._walk(self._root, "", options)
 
     def _walk(self, node: yaml.Node, prefix: str, options: Collection[str]) -> list[Given]:
         given: list[Given] = []
@@ -76,7 +67,7 @@ class YamlFile(ConfigFile):
                     merged[given.path] = given
                 elif given.path == "openai.base_url":
                     urls = [*as_list(first.value), *as_list(given.value)]
-                    merged[given.path] = Given(first.path, urls, first.origin, "file", False)
+                    merged[given.path] = Given(first.path, urls, first.origin, "file")
                 elif given.value != first.value:
                     raise ConfigError(
                         f"{given.origin}: {given.path} differs from {first.origin}.",
@@ -98,7 +89,7 @@ class YamlFile(ConfigFile):
         return [(str(key.value), child) for key, child in node.value]
 
     def _given(self, path: str, node: yaml.Node) -> Given:
-        return Given(path, self._value(node), self._place(node), "file", is_text=False)
+        return Given(path, self._value(node), self._place(node), "file")
 
     def _value(self, node: yaml.Node) -> Any:
         try:

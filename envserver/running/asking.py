@@ -9,9 +9,9 @@ import contextlib
 import inspect
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +100,8 @@ async def run_here(
     if scored:
         if judge is not None:
             environment.judge = ScorerJudge(judge.register(nullcontext))
-        _prepare_scoring(environment)
+        with _raising("prepare_scoring", environment):
+            environment.prepare_scoring()
         context.scorer.needs_token_ids = environment.scores_token_ids
     try:
         finished = await run_once(here, request, f"{request.group_id}-r0", 1)
@@ -117,27 +118,27 @@ async def run_here(
     return trajectory_of(context, finished, score)
 
 
-def _prepare_scoring(environment: Environment) -> None:
+@contextlib.contextmanager
+def _raising(
+    place: str, environment: Environment, but: type[Exception] = EnvserverError
+) -> Iterator[None]:
+    """Has errors of the environment's code, `but` those, raised as EnvironmentRaised."""
     try:
-        environment.prepare_scoring()
-    except EnvserverError:
+        yield
+    except but:
         raise
     except Exception as error:  # noqa: BLE001 - the environment's code
-        raise EnvironmentRaised(error, "prepare_scoring", type(environment)) from None
+        raise EnvironmentRaised(error, place, type(environment)) from None
 
 
 async def _score(environment: Environment, task: Task, result: Result, *, in_thread: bool) -> Score:
-    try:
+    with _raising("score", environment, RolloutError):
         if in_thread and not inspect.iscoroutinefunction(environment.score):
             score = await asyncio.to_thread(environment.score, task, result)
         else:
             score = environment.score(task, result)
         if inspect.isawaitable(score):
             score = await score
-    except RolloutError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the environment's code
-        raise EnvironmentRaised(error, "score", type(environment)) from None
     rules = rules_of_rewards(environment)
     return checked_score(with_turn_rewards(score, result, rules), result, rules)
 
@@ -187,7 +188,7 @@ class PersonEngine(SimEngine):
         await self._ask(request.body, request.rollout_id)
         return await super().post(request)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def stream(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[dict[str, Any]]]:
         await self._ask(request.body, request.rollout_id)
         async with super().stream(request) as chunks:
@@ -244,6 +245,10 @@ class Asking:
     environment: Environment
     question: Environment.Question | None
 
+    @property
+    def is_scored(self) -> bool:
+        return self.question is None or self.question.is_scored()
+
 
 def asking(spec: RunSpec[RunSettings]) -> Asking:
     question = _question(spec)
@@ -257,18 +262,16 @@ def asking(spec: RunSpec[RunSettings]) -> Asking:
 async def ask(
     asking: Asking, failed: Callable[[Failure], None], person: Answer | None = None
 ) -> Answered:
-    spec, environment, question = asking.spec, asking.environment, asking.question
+    settings, environment, question = asking.spec.settings, asking.environment, asking.question
     posed = None if question is None else environment.task_from_question(question)
     async with _parts(asking, person) as context:
         task = posed if posed is not None else await _named_task(asking)
-        if spec.settings.debug:
+        if settings.debug:
             request = single_request(environment, task)
-            trajectory = await run_here(context, environment, request, scored=_scored(question))
+            trajectory = await run_here(context, environment, request, scored=asking.is_scored)
         else:
-            trajectory = await run_single(context, task, scored=_scored(question), failed=failed)
-        ended_at, model = time.time(), context.model
-        judged = context.scorer.judge
-        judge = judge_line(judged) if judged is not None and judged.counts.calls else ""
+            trajectory = await run_single(context, task, scored=asking.is_scored, failed=failed)
+        ended_at, model, judge = time.time(), context.model, context.scorer.judge
     document = unified(
         trajectory,
         ended_at=ended_at,
@@ -279,31 +282,24 @@ async def ask(
         model=model,
         seed=environment.config.seed,
         source="envserver run",
-        tokens=spec.settings.include_tokens,
+        tokens=settings.include_tokens,
     )
-    return Answered(task.id, trajectory, document, judge)
+    judged = judge_line(judge) if judge is not None and judge.counts.calls else ""
+    return Answered(task.id, trajectory, document, judged)
 
 
 @contextlib.asynccontextmanager
 async def _parts(asking: Asking, person: Answer | None) -> AsyncIterator[RolloutContext]:
-    settings, environment = asking.spec.settings, asking.environment
+    settings, here = asking.spec.settings, asking.spec.settings.debug
+    common = settings, asking.environment, asking.spec.reference
     if person is None:
-        async with rollout_context(
-            settings, environment, asking.spec.reference, scores_here=settings.debug
-        ) as context:
+        async with rollout_context(*common, scores_here=here) as context:
             yield context
         return
+    engine = PersonEngine(person)
     async with (
         judge_of(settings.judge, folder_of(settings.store)) as judge,
-        played_context(
-            settings,
-            environment,
-            asking.spec.reference,
-            PersonEngine(person),
-            PERSON,
-            judge,
-            scores_here=settings.debug,
-        ) as context,
+        played_context(*common, engine, PERSON, judge, scores_here=here) as context,
     ):
         # A person who left does not come back for a second try.
         once = context.rollouts.model_copy(update={"max_attempts": 1})
@@ -316,16 +312,8 @@ async def _named_task(asking: Asking) -> Task:
     name = spec.settings.task or ""
     if not spec.settings.debug:
         return await finder.find(name)
-    try:
+    with _raising("tasks", environment):
         return finder.find_here(name)
-    except EnvserverError:
-        raise
-    except Exception as error:  # noqa: BLE001 - the environment's code
-        raise EnvironmentRaised(error, "tasks", type(environment)) from None
-
-
-def _scored(question: Environment.Question | None) -> bool:
-    return question is None or question.is_scored()
 
 
 def _question(spec: RunSpec[RunSettings]) -> Environment.Question | None:

@@ -10,14 +10,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterator,
-)
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -93,26 +86,12 @@ class Server:
 def serve(environment: Mix, **settings: Any) -> Iterator[Server]:
     """Serves groups to trainers while the block runs; see `python_api.serve`."""
     with _Loop() as loop:
-        opened: Future[python_api.Server] = Future()
-        ended = asyncio.Event()
-
-        async def hold() -> None:
-            try:
-                async with python_api.serve(environment, **settings) as server:
-                    opened.set_result(server)
-                    await ended.wait()
-            except BaseException as error:
-                if opened.done():
-                    raise
-                opened.set_exception(error)
-
-        holding = loop.start(hold())
-        server = opened.result()
+        serving = python_api.serve(environment, **settings)
+        server = loop.run(serving.__aenter__())
         try:
             yield Server(loop, server)
         finally:
-            loop.call(ended.set)
-            holding.result()
+            loop.run(serving.__aexit__(None, None, None))
 
 
 class _Loop:
@@ -133,12 +112,9 @@ class _Loop:
         self._thread.join()
         self._loop.close()
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` to its end; Ctrl-C cancels it first."""
-        running = self.start(work)
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return running.result()
         except KeyboardInterrupt:
@@ -146,6 +122,3 @@ class _Loop:
             with contextlib.suppress(BaseException):
                 running.result()
             raise
-
-    def call(self, function: Callable[[], object]) -> None:
-        self._loop.call_soon_threadsafe(function)

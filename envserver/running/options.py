@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +34,18 @@ _PLAIN = {int: "int", float: "float", str: "text", bool: "true|false", Path: "pa
 
 @dataclass(frozen=True)
 class Option:
+    """A setting.
+
+    Args:
+        model: the section that has it.
+        is_preset: whether `default` comes from the default of its section, not from its own field.
+    """
+
     path: str
     annotation: Any
     default: Any
     model: type[BaseModel]
-    secret: bool
+    is_preset: bool = False
 
     @property
     def description(self) -> str:
@@ -47,33 +55,43 @@ class Option:
     def group(self) -> str:
         return self.path.rpartition(".")[0]
 
+    @functools.cached_property
+    def members(self) -> tuple[Any, ...]:
+        return _members(self.annotation)
+
+    @property
+    def secret(self) -> bool:
+        return _is_secret(self.annotation)
+
     @property
     def is_bool(self) -> bool:
-        return bool in _members(self.annotation)
+        return bool in self.members
 
     @property
     def is_switch(self) -> bool:
         """Whether the option is boolean, so that its flag needs no value."""
-        return set(_members(self.annotation)) <= {bool, type(None)}
+        return set(self.members) <= {bool, type(None)}
 
     @property
     def is_list(self) -> bool:
-        return any(_origin(member) in _LISTS for member in _members(self.annotation))
+        return any(_origin(member) in _LISTS for member in self.members)
 
     @property
     def allows_none(self) -> bool:
-        return type(None) in _members(self.annotation) or self.annotation is Any
+        return type(None) in self.members or self.annotation is Any
 
     @property
     def type_name(self) -> str:
-        names = [_type_name(member) for member in _members(self.annotation)]
-        return "|".join(dict.fromkeys(names))
+        return "|".join(dict.fromkeys(map(_type_name, self.members)))
+
+    @property
+    def literals(self) -> list[Any]:
+        literals = (one for one in self.members if _origin(one) is typing.Literal)
+        return [value for literal in literals for value in typing.get_args(literal)]
 
     @property
     def choices(self) -> list[str]:
-        members = _members(self.annotation)
-        named = [v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)]
-        return [str(value) for value in named] or (["true", "false"] if self.is_bool else [])
+        return [*map(str, self.literals)] or (["true", "false"] if self.is_bool else [])
 
     @property
     def first_sentence(self) -> str:
@@ -88,19 +106,50 @@ class Option:
             return "unset"
         if isinstance(self.default, bool):
             return str(self.default).lower()
-        if isinstance(self.default, (list, tuple, set, frozenset)):
+        if isinstance(self.default, _LISTS):
             return ",".join(map(str, self.default)) or "none"
         return str(self.default)
+
+    def parse(self, text: str) -> Any:
+        """Converts the text of a flag or variable to a value that pydantic can check.
+
+        "none" is None if the type allows it; lists may be JSON or comma-separated; dicts are JSON.
+        """
+        if text.lower() in ("none", "null") and self.allows_none:
+            return None
+        if self.is_list and text.lstrip().startswith("["):
+            return _json(text)
+        if self.is_list and str not in self.members:
+            return [part.strip() for part in text.split(",") if part.strip()]
+        if any(_origin(one) in (dict, Any) or is_section(_origin(one)) for one in self.members):
+            return _json(text)
+        for value in self.literals:
+            if not isinstance(value, str) and str(value).lower() == text.lower():
+                return value
+        return text
 
 
 @functools.lru_cache(maxsize=32)
 def options_of(model: type[BaseModel]) -> dict[str, Option]:
     """Returns every leaf of `model` by dotted path; not to be changed, for it is cached."""
-    set_before = preset(model)
-    options = expanded(_leaves(model, ""), set_before)
-    for path, value in set_before.items():
-        options[path] = replace(options[path], default=value)
-    return options
+    return {option.path: option for option in _leaves(model, "", None)}
+
+
+def _leaves(model: type[BaseModel], prefix: str, default: BaseModel | None) -> Iterator[Option]:
+    """`default`: the section as it is by default; unset fields are as its class says."""
+    for name, field in model.model_fields.items():
+        path, annotation = f"{prefix}{name}", field.annotation
+        is_preset = default is not None and name in default.model_fields_set
+        value = getattr(default, name) if is_preset else _default(field)
+        if (named := _named_section(annotation)) is not None:
+            yield from _leaves(named, f"{path}.{ANY_NAME}.", None)
+            for key, section in value.items():
+                yield from _leaves(named, f"{path}.{key}.", section)
+        elif is_section(annotation):
+            section = value if isinstance(value, BaseModel) else None
+            yield from _leaves(typing.cast(type[BaseModel], annotation), f"{path}.", section)
+        else:
+            yield Option(path, annotation, value, model, is_preset)
 
 
 def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, Option]:
@@ -112,41 +161,8 @@ def expanded(options: Mapping[str, Option], names: Iterable[str]) -> dict[str, O
             if named.startswith(f"{section}."):
                 name = named[len(section) + 1 :].partition(".")[0]
                 own = f"{section}.{name}.{rest}"
-                more.setdefault(own, replace(option, path=own))
-    return {**options, **{path: one for path, one in more.items() if path not in options}}
-
-
-def named_sections(options: Iterable[str]) -> set[str]:
-    """Returns the paths below which users name sections: `env.agents`."""
-    return {path.partition(f".{ANY_NAME}.")[0] for path in options if f".{ANY_NAME}." in path}
-
-
-def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None, str]]:
-    """Yields name and field, the section that it is, if any, and `.*` if users name several."""
-    for name, field in model.model_fields.items():
-        if (named := _named_section(field.annotation)) is not None:
-            yield name, field, named, f".{ANY_NAME}"
-        elif is_section(field.annotation):
-            yield name, field, typing.cast(type[BaseModel], field.annotation), ""
-        else:
-            yield name, field, None, ""
-
-
-def _leaves(model: type[BaseModel], prefix: str) -> dict[str, Option]:
-    found: dict[str, Option] = {}
-    for name, field, section, star in _fields(model):
-        path = f"{prefix}{name}"
-        if section is not None:
-            found |= _leaves(section, f"{path}{star}.")
-        else:
-            found[path] = Option(
-                path=path,
-                annotation=field.annotation,
-                default=_default(field),
-                model=model,
-                secret=_is_secret(field.annotation),
-            )
-    return found
+                more[own] = replace(option, path=own)
+    return {**options, **more, **options}
 
 
 def _named_section(annotation: Any) -> type[BaseModel] | None:
@@ -158,46 +174,6 @@ def _named_section(annotation: Any) -> type[BaseModel] | None:
 
 def is_section(annotation: Any) -> bool:
     return inspect.isclass(annotation) and issubclass(annotation, BaseModel)
-
-
-def sections_of(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
-    """Returns the first line of each section's docstring, by dotted path."""
-    found: dict[str, str] = {}
-    for name, _, section, star in _fields(model):
-        if section is not None:
-            path = f"{prefix}{name}{star}"
-            found[path] = inspect.cleandoc(section.__doc__ or "").partition("\n")[0]
-            found |= sections_of(section, f"{path}.")
-    return found
-
-
-def preset(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Returns the values in `model`'s default sections that differ from their classes' defaults."""
-    found: dict[str, Any] = {}
-    for name, field, section, star in _fields(model):
-        default = _default(field)
-        if star:
-            for own, one in default.items():
-                found |= _set_in(one, f"{prefix}{name}.{own}.")
-        elif isinstance(default, BaseModel):
-            found |= _set_in(default, f"{prefix}{name}.")
-        elif section is not None:
-            found |= preset(section, f"{prefix}{name}.")
-    return found
-
-
-def _set_in(section: BaseModel, prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            found |= _set_in(value, f"{prefix}{name}.")
-        elif isinstance(value, dict) and any(isinstance(v, BaseModel) for v in value.values()):
-            for own, one in value.items():
-                found |= _set_in(one, f"{prefix}{name}.{own}.")
-        elif name in section.model_fields_set:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def flatten(
@@ -225,37 +201,18 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def parse(option: Option, text: str) -> Any:
-    """Converts the text of a flag or variable to a value that pydantic can check.
-
-    "none" is None if the type allows it; lists may be JSON or comma-separated; dicts are JSON.
-    """
-    if text.lower() in ("none", "null") and option.allows_none:
-        return None
-    members = [member for member in _members(option.annotation) if member is not type(None)]
-    if option.is_list and text.lstrip().startswith("["):
-        return _json(text)
-    if option.is_list and str not in members:
-        return [part.strip() for part in text.split(",") if part.strip()]
-    if any(_needs_json(member) for member in members):
-        return _json(text)
-    for value in (v for m in members if _origin(m) is typing.Literal for v in typing.get_args(m)):
-        if not isinstance(value, str) and str(value).lower() == text.lower():
-            return value
-    return text
-
-
 def nearest(path: str, known: Iterable[str]) -> str | None:
+    """Returns the most similar path, or the path with the most similar last name."""
     paths = list(known)
-    if near := difflib.get_close_matches(path, paths, n=1, cutoff=0.75):
-        return near[0]
     names: dict[str, str] = {}
     for candidate in paths:
         names.setdefault(candidate.rpartition(".")[2], candidate)
-    by_name = difflib.get_close_matches(path.rpartition(".")[2], names, n=1, cutoff=0.75)
-    if by_name:
-        return names[by_name[0]]
-    near = difflib.get_close_matches(path, paths, n=1, cutoff=0.6)
+    by_name = difflib.get_close_matches(path.rpartition(".")[2], names, 1, 0.75)
+    near = (
+        difflib.get_close_matches(path, paths, 1, 0.75)
+        or [names[name] for name in by_name]
+        or difflib.get_close_matches(path, paths, 1, 0.6)
+    )
     return near[0] if near else None
 
 
@@ -264,11 +221,6 @@ def _json(text: str) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise ValueError(f"must be JSON: {error.msg} at character {error.pos + 1}") from None
-
-
-def _needs_json(annotation: Any) -> bool:
-    origin = _origin(annotation)
-    return origin in (dict, typing.Any) or is_section(annotation)
 
 
 def _is_secret(annotation: Any) -> bool:
@@ -305,8 +257,7 @@ def _type_name(annotation: Any) -> str:
         return f"list of {inner[0] if inner else 'text'}"
     if _is_secret(annotation):
         return "secret"
-    name = getattr(origin, "__name__", str(origin))
-    return _PLAIN.get(origin, name.lower())
+    return _PLAIN.get(origin, getattr(origin, "__name__", str(origin)).lower())
 
 
 S = TypeVar("S", bound=Section)
@@ -314,13 +265,7 @@ S = TypeVar("S", bound=Section)
 _LONGEST_VALUE_SHOWN = 80
 
 
-def with_environment(
-    settings_class: type[S], reference: str, config_class: type[EnvironmentConfig] | None = None
-) -> type[S]:
-    if config_class is None:
-        from ..registry import find
-
-        config_class = find(reference).Config
+def with_environment(settings_class: type[S], config_class: type[EnvironmentConfig]) -> type[S]:
     fields: dict[str, Any] = {"env": (config_class, ...)}
     return create_model(settings_class.__name__, __base__=settings_class, **fields)
 
@@ -369,7 +314,8 @@ def validated(
     defaults: Mapping[str, Any] | None = None,
 ) -> S:
     """Makes `model` of what is `given` over the tree `defaults`; reports all problems at once."""
-    values = preset(model) | flatten(defaults or {}, options)
+    values = {path: option.default for path, option in options.items() if option.is_preset}
+    values |= flatten(defaults or {}, options)
     values |= sampling_of_model(model, {**values, **given}, options) | dict(given)
     tree = nest(values)
     for name, field in model.model_fields.items():
@@ -393,20 +339,18 @@ def _explained(
     if error["type"] == "missing":
         about = f" ({option.description.rstrip('.')})" if option and option.description else ""
         return f"{where(path)} is needed{about}."
-    message = re.sub(r"^Value error, ", "", error["msg"])
+    message = re.sub(
+        r"^Value error, |, unable to parse string as .*$", "", error["msg"].rstrip(".")
+    )
     message = re.sub(r"^Input should be ", "must be ", message)
-    message = re.sub(r", unable to parse string as .*$", "", message.rstrip("."))
     shown = _shown(values[path]) if path in values and option and not option.secret else ""
     return f"{where(path)}: {message}{shown}."
 
 
 def _path_of(location: Sequence[int | str], options: Mapping[str, Option]) -> str:
-    parts: list[str] = []
-    for part in location:
-        parts.append(str(part))
-        if ".".join(parts) in options:
-            break
-    return ".".join(parts)
+    """Returns the option at or around `location`, or `location` itself."""
+    paths = [*accumulate(map(str, location), "{}.{}".format)]
+    return next((path for path in paths if path in options), paths[-1] if paths else "")
 
 
 def _shown(value: Any) -> str:

@@ -57,7 +57,6 @@ from .options import (
     config_error,
     expanded,
     flatten,
-    named_sections,
     nearest,
     options_of,
     validated,
@@ -111,7 +110,7 @@ def spec_of(
         own = environment.config.model_dump(exclude_unset=True)
         given["env"] = own | dict(_plain(given.get("env", {})))
     checked = checked_settings(
-        with_environment(kind, reference),
+        with_environment(kind, found.Config),
         {**given, "environment": reference},
         defaults=defaults,
     )
@@ -124,9 +123,7 @@ def checked_settings(
     """Raises ConfigError with all problems at once."""
     options = options_of(model)
     nested = _plain(settings)
-    names = flatten(nested, options)
-    options = expanded(options, names)
-    options = expanded(options, named_sections(options))
+    options = expanded(options, flatten(nested, options))
     given = flatten(nested, options)
     if unknown := [path for path in given if path not in options]:
         raise config_error(_unknown(path, options) for path in unknown)

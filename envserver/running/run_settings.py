@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import ClassVar, Literal
-from urllib.parse import urlsplit
 
 from envserver_records.http_errors import server_urls
 from envserver_records.tasks import Split
@@ -28,6 +27,7 @@ from ..settings.config import (
     WorkersConfig,
 )
 from ..settings.runs import Failures, HeldOutConfig, JudgeConfig, Truncated
+from ..settings.section import Count, Finite, FiniteAmount, Natural, Positive, Share, check_url
 from ..settings.server import (
     AlarmsConfig,
     DeliveryConfig,
@@ -67,7 +67,7 @@ class EvaluateSettings(MixSettings):
     """Resume in an existing folder (--out): its groups are kept, its report is made again."""
     overwrite: bool = False
     """Replace the contents of an existing folder."""
-    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    pass_at: Finite | None = None
     """Minimum reward of an attempt that passes; unset: that of a solved task, 1 in most
     environments."""
     failures: Failures = "drop"
@@ -96,7 +96,7 @@ class ScoreSettings(EnvironmentSettings):
     """JSONL file of rows to score."""
     out: Path
     """JSONL file for the scores; an existing file is replaced at the end."""
-    processes: int = Field(default=2, ge=1)
+    processes: Count = 2
     """Number of rows scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
     judge: JudgeConfig = JudgeConfig()
@@ -121,7 +121,7 @@ class RescoreSettings(EnvironmentSettings):
     """Skip and count lines that are not groups."""
     without_messages: bool = False
     """Score rollouts that were written without their conversations by their output alone."""
-    processes: int = Field(default=2, ge=1)
+    processes: Count = 2
     """Number of rollouts scored in parallel, each in a process."""
     sandbox: SandboxConfig = SandboxConfig()
     judge: JudgeConfig = JudgeConfig()
@@ -158,7 +158,7 @@ class VerifySettings(Logged):
     or "sim" for groups of the simulated engine; unset: the engine at `openai.base_url`.
     """
     engine: EngineConfig = EngineConfig()
-    tolerance: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    tolerance: FiniteAmount = 1e-4
     """Largest difference of a logprob that passes. In float32 on a CPU, vLLM returns exactly the
     same numbers for rows of up to about 480 tokens; longer rows differ by 1e-5 because sums are
     computed in another order. On a GPU kernels and batches differ: set what you accept as rounding,
@@ -174,7 +174,7 @@ class VerifySettings(Logged):
     """Compare only a share of the rows (1% or 0.01), or a number of them (20); unset: all."""
     seed: int = 0
     """Seed of the sample of rows."""
-    concurrency: int = Field(default=1, ge=1)
+    concurrency: Count = 1
     """Maximum number of requests to the engine at a time. More are faster, but results computed in
     one batch with others may differ in their last digits.
     """
@@ -206,14 +206,14 @@ class RunSettings(Settings):
 
 
 class CheckSettings(EnvironmentSettings):
-    tasks: int = Field(default=50, ge=1)
+    tasks: Count = 50
     """Number of tasks to check with all known and absurd results; all if there are fewer."""
-    rows: int | None = Field(default=None, ge=0)
+    rows: Natural | None = None
     """Number of rows to check: their golds and near answers, questions and lengths; unset: all of
     your own data (--env.data_path, or --env with rows), up to 100,000, else none beyond `tasks`."""
-    plays: int = Field(default=10, ge=0)
+    plays: Natural = 10
     """Number of tasks to play wrongly, in each way; 0: play nothing, not even demonstrations."""
-    processes: int = Field(default=2, ge=1)
+    processes: Count = 2
     """Number of results scored in parallel, each in its own process."""
     evaluation_set: str = ""
     """File, folder or hub:owner/name of an evaluation set, which the environment reads like
@@ -222,7 +222,7 @@ class CheckSettings(EnvironmentSettings):
     """Split of the evaluation set."""
     tokenizer: str = ""
     """Folder or hub name of the model's tokenizer; unset: lengths in tokens are an estimate."""
-    context_tokens: int | None = Field(default=None, ge=1)
+    context_tokens: Count | None = None
     """The engine's context window in tokens, which lengths are compared with."""
     as_json: bool = False
     """Print the report as one JSON object."""
@@ -258,9 +258,9 @@ class JoinSettings(Settings):
     again; at least 16 characters. Unset: made here, and kept in `joined_folder`."""
     joined_folder: Path = Path("data/joined")
     """Folder where the runners of this machine keep their identity, to continue after a restart."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: Positive = 1.0
     """Share of the groups, relative to the weights of the server's other environments."""
-    minimum_share: float = Field(default=0.0, ge=0, le=1)
+    minimum_share: Share = 0.0
     """Minimum share of all groups, whatever the weights."""
 
     @field_validator("instance")
@@ -274,9 +274,8 @@ class JoinSettings(Settings):
     @classmethod
     def _address(cls, value: str) -> str:
         urls = [url.rstrip("/") for url in server_urls(value)] if value else []
-        for parts in map(urlsplit, urls):
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError("an address must look like http://host:8000")
+        for url in urls:
+            check_url(url, "http://host:8000")
         return ",".join(urls)
 
 

@@ -1,7 +1,7 @@
 """The settings: their names, meanings and defaults.
 
 Each field's docstring is its help text. The same names work as flags (`--env.group_size 8`), YAML
-keys and environment variables (`ENVSERVER_ENV__GROUP_SIZE`). `envserver.cli.settings` reads them
+keys and environment variables (`ENVSERVER_ENV__GROUP_SIZE`). `envserver.cli` reads them
 and reports every mistake as a ConfigError that names the flag, variable or line.
 """
 
@@ -17,7 +17,20 @@ from envserver_records.tracking import TrackerName
 from pydantic import Field, SecretStr, field_validator, model_validator
 
 from .runs import CurriculumConfig, HarnessConfig, JudgeConfig, RayConfig, TrackingConfig
-from .section import ApiKey, EnvironmentConfig, Section, check_url
+from .section import (
+    Amount,
+    ApiKey,
+    Count,
+    EnvironmentConfig,
+    FiniteAmount,
+    Natural,
+    Port,
+    Positive,
+    PositiveShare,
+    Section,
+    Share,
+    check_url,
+)
 from .server import AlarmsConfig, DeliveryConfig, RetentionConfig, ServerConfig, TelemetryConfig
 
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9._-]{0,252}[a-z0-9_])?", re.IGNORECASE)
@@ -29,13 +42,13 @@ class EnginesConfig(Section):
     routing: Literal["prefix", "least"] = "prefix"
     """Engine of a new rollout: by a hash of its id (prefix), or the one with the fewest calls
     (least). All calls of a rollout go to one engine, which has its prefix cached."""
-    max_version_lag: int = Field(default=0, ge=0)
+    max_version_lag: Natural = 0
     """Policy versions that the weights of an engine may be behind the published one; an engine
     further behind gets no calls until it is current."""
     file: Path | None = None
     """Watched file that lists engines: an address per line, or a JSON object with `url` and
     `version`."""
-    poll_seconds: float = Field(default=5.0, gt=0)
+    poll_seconds: Positive = 5.0
     """Seconds between two looks at `file`."""
     from_server: bool | None = None
     """Use the engines that the server calls (only `join`); unset: if `openai.base_url` is none."""
@@ -61,9 +74,9 @@ class EnginesConfig(Section):
 class PricesConfig(Section):
     """Prices of tokens; without any, no cost is recorded or shown."""
 
-    prompt: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    prompt: FiniteAmount | None = None
     """Price of a million prompt tokens; needs `prices.completion`."""
-    completion: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    completion: FiniteAmount | None = None
     """Price of a million completion tokens."""
     currency: str = "USD"
     """Currency of all prices."""
@@ -93,10 +106,10 @@ class TokensConfig(Section):
     """Flags whose calls become untrained context."""
     drop: list[str] = []
     """Flags that drop the rollout."""
-    max_untrained_share: float = Field(default=0.1, ge=0, le=1)
+    max_untrained_share: Share = 0.1
     """Largest share of the sampled tokens that flags may mask or drop. Above it, `serve` offers no
     further group with a larger share, and `process` ends with an error; 1: no limit."""
-    untrained_window_groups: int = Field(default=8, ge=1)
+    untrained_window_groups: Count = 8
     """Number of the latest groups that this share is taken of."""
     constraints: Literal["none", "forms", "all"] = "forms"
     """How agents may constrain what is sampled: not at all (none), by response_format, tool_choice
@@ -106,19 +119,19 @@ class TokensConfig(Section):
     trained call, so that its tokens are the model's own; or keep it, and mask the call."""
     extra_fields: list[str] = []
     """Further request fields that agents may pass to the engine, unchecked."""
-    max_media: int = Field(default=256, ge=0)
+    max_media: Natural = 256
     """Maximum images, audio and videos in one request of an agent."""
-    max_medium_mb: float = Field(default=20, gt=0)
+    max_medium_mb: Positive = 20
     """Maximum size of each of them, in MB of 2**20 bytes."""
-    max_media_mb: float = Field(default=40, gt=0)
+    max_media_mb: Positive = 40
     """Maximum size of all of them in one request together."""
-    max_image_megapixels: float = Field(default=100, gt=0)
+    max_image_megapixels: Positive = 100
     """Maximum width times height of an image, in millions: the engine takes memory for each."""
-    max_images_megapixels: float = Field(default=400, gt=0)
+    max_images_megapixels: Positive = 400
     """The same for all images of one request together."""
-    audit_fraction: float = Field(default=0.0, ge=0, le=1)
+    audit_fraction: Share = 0.0
     """`serve`: share of the rollouts whose logprobs the engine computes again, as a check."""
-    audit_tolerance: float = Field(default=0.05, ge=0)
+    audit_tolerance: Amount = 0.05
     """Largest logprob difference that an audit accepts as rounding."""
     experts: bool = False
     """Record which experts of a mixture-of-experts model each token went through, for trainers that
@@ -147,9 +160,9 @@ class OpenAIConfig(Section):
     """Name of the model on the engine; "default": the first one listed."""
     api_key: ApiKey = SecretStr("")
     """API key of the engine; never logged or written."""
-    timeout: float = Field(default=1200.0, gt=0)
+    timeout: Positive = 1200.0
     """Timeout in seconds of one model call."""
-    num_max_requests_at_once: int = Field(default=512, ge=1)
+    num_max_requests_at_once: Count = 512
     """Maximum calls in flight per replica; reduced while its metrics report waiting calls."""
     server_type: Literal["vllm", "openai"] = "vllm"
     """vllm: requests token ids and logprobs; openai: text only, unsuitable for RL."""
@@ -190,7 +203,7 @@ class EngineConfig(Section):
     """File that defines models by name."""
     backend: Backend | None = None
     """vllm, local, or auto (vLLM if it starts, otherwise local); unset: as in the model's entry."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """Port of the engine; 0 picks a free one."""
     vllm_python: Path | None = None
     """Python interpreter that has vLLM; unset: the one that runs envserver."""
@@ -198,9 +211,9 @@ class EngineConfig(Section):
     """Extra arguments for vLLM's command line."""
     local_args: list[str] = []
     """Extra arguments for the local engine's command line."""
-    start_seconds: float = Field(default=900.0, gt=0)
+    start_seconds: Positive = 900.0
     """Start-up timeout of the engine, in seconds."""
-    restarts: int = Field(default=5, ge=0)
+    restarts: Natural = 5
     """Consecutive restarts of a crashing engine before giving up."""
     log: Path | None = None
     """Log file of the engine; unset: data/engine-NAME.log."""
@@ -214,77 +227,77 @@ class SimConfig(Section):
     context_tokens: int = Field(default=131_072, ge=1024, le=262_144)
     """Maximum tokens of a prompt and its answer together; coding programs begin with 13,000 to
     40,000."""
-    solve_probability: float = Field(default=0.6, ge=0, le=1)
+    solve_probability: Share = 0.6
     """Probability that a rollout solves its task."""
     openers: bool = True
     """Put up to three meaningless sentences before an answer, unless the environment declares that
     its demonstrations are replayed exactly."""
-    refusal_rate: float = Field(default=0.0, ge=0, le=1)
+    refusal_rate: Share = 0.0
     """Probability that an answer is a refusal."""
-    repetition_rate: float = Field(default=0.0, ge=0, le=1)
+    repetition_rate: Share = 0.0
     """Probability that an answer repeats itself until the limit of the request."""
-    malformed_call_rate: float = Field(default=0.0, ge=0, le=1)
+    malformed_call_rate: Share = 0.0
     """Probability that a tool call is malformed: cut off, of an unknown tool, or with arguments
     that the tool does not take."""
-    broken_json_rate: float = Field(default=0.0, ge=0, le=1)
+    broken_json_rate: Share = 0.0
     """Probability that an answer in JSON is not valid JSON."""
     transcript: Path | None = None
     """File of recorded conversations whose answers are replayed, instead of demonstrations:
     a file of `process` or `run`, or JSONL with `messages`. The settings above do not apply then."""
-    latency_seconds: float = Field(default=0.02, ge=0)
+    latency_seconds: Amount = 0.02
     """Seconds until the first token."""
-    seconds_per_token: float = Field(default=0.0, ge=0)
+    seconds_per_token: Amount = 0.0
     """Seconds per token."""
-    error_rate: float = Field(default=0.0, ge=0, le=1)
+    error_rate: Share = 0.0
     """Probability that a call returns HTTP 500."""
-    truncate_rate: float = Field(default=0.0, ge=0, le=1)
+    truncate_rate: Share = 0.0
     """Probability that an answer is truncated (finish reason length)."""
-    disconnect_rate: float = Field(default=0.0, ge=0, le=1)
+    disconnect_rate: Share = 0.0
     """Probability that the connection breaks in the middle of an answer (over HTTP)."""
 
 
 class SamplingConfig(Section):
     """Sampling of every call, whatever the agent requests."""
 
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Amount = 1.0
     """Sampling temperature."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: PositiveShare = 1.0
     """Nucleus sampling; 1: off."""
-    max_tokens: int = Field(default=1024, ge=1)
+    max_tokens: Count = 1024
     """Maximum length of one answer, in tokens; an agent may request less."""
 
 
 class WorkersConfig(Section):
     """The isolated processes that agents run in."""
 
-    processes: int = Field(default=2, ge=1)
+    processes: Count = 2
     """Number of processes that environments with isolation `pooled` share."""
-    rollouts_per_process: int = Field(default=32, ge=1)
+    rollouts_per_process: Count = 32
     """Concurrent rollouts per `pooled` process."""
-    dedicated: int = Field(default=8, ge=1)
+    dedicated: Count = 8
     """Concurrent rollouts with isolation `dedicated`, each in its own process."""
-    heartbeat_seconds: float = Field(default=1.0, gt=0)
+    heartbeat_seconds: Positive = 1.0
     """Kill and replace a worker that sends no heartbeat for this many seconds."""
     memory_mb: int = Field(default=2048, ge=64)
     """Memory limit of a sandboxed worker and its child processes, in MB. Another worker that the
     kernel kills for lack of memory has ended itself if it held more, else the machine was short."""
-    disk_mb: int = Field(default=256, ge=1)
+    disk_mb: Count = 256
     """Disk limit of a sandboxed worker, in MB."""
-    kill_grace_seconds: float = Field(default=2.0, ge=0)
+    kill_grace_seconds: Amount = 2.0
     """Seconds between cancelling a rollout at its deadline and killing its process tree."""
     max_connections: int = Field(default=64, ge=2)
     """Maximum connections of one rollout to the proxy; of more, the longest unused is closed."""
     max_request_mb: float = Field(default=128, ge=1)
     """Megabytes of requests of one rollout that the proxy holds at a time; then 429."""
-    max_requests_per_second: float = Field(default=100, gt=0)
+    max_requests_per_second: Positive = 100
     """Average requests of one rollout to the proxy per second, ten seconds' worth at once; further
     ones wait for a moment, then 429."""
     max_recorded_mb: float = Field(default=64, ge=1)
     """Megabytes that the requests of one rollout may take in its record, where what is repeated
     counts once; all rollouts together may have 32 times as much. More is refused (limit record)."""
-    max_egress_requests: int = Field(default=200, ge=0)
+    max_egress_requests: Natural = 200
     """Maximum requests of one rollout to hosts that its environment lists (`egress`)."""
-    max_egress_mb: float = Field(default=64, ge=0)
+    max_egress_mb: Amount = 64
     """Megabytes to and from such hosts, all requests of one rollout together."""
 
 
@@ -295,7 +308,7 @@ class LocalSandboxConfig(Section):
         "auto"
     )
     """auto: the first of bubblewrap, namespace, landlock that works here (`envserver doctor`)."""
-    concurrent: int = Field(default=32, ge=1)
+    concurrent: Count = 32
     """Maximum concurrent sandboxes; further requests wait."""
     warm: int = Field(default=2, ge=2)
     """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
@@ -304,12 +317,12 @@ class LocalSandboxConfig(Section):
     """Default image of the backend `docker`; it needs python3, bash and git."""
     docker_pull: Literal["never", "missing"] = "never"
     """Fetch images that the container engine does not have, or refuse what needs them."""
-    docker_warm: int = Field(default=2, ge=0)
+    docker_warm: Natural = 2
     """Containers kept started in advance for each image (and limits) in use; 0: none. All images
     together have at most `concurrent`."""
-    docker_starts: int = Field(default=4, ge=1)
+    docker_starts: Count = 4
     """Maximum containers being started at the same time."""
-    docker_starts_per_second: float = Field(default=10.0, gt=0)
+    docker_starts_per_second: Positive = 10.0
     """Maximum container starts per second."""
 
 
@@ -348,50 +361,48 @@ class SandboxConfig(LocalSandboxConfig):
     def _addresses(cls, value: str) -> str:
         urls = [url.strip().rstrip("/") for url in value.split(",") if url.strip()]
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ValueError("an address must look like http://host:8100")
-            if parts.username or parts.query or parts.fragment:
-                raise ValueError("an address has no user, query or fragment")
+            check_url(url, "http://host:8100")
+            if urlsplit(url).username:
+                raise ValueError("an address has no user")
         return ",".join(dict.fromkeys(urls))
 
 
 class SandboxMachineConfig(LocalSandboxConfig):
     """The sandboxes that a machine makes for others: `--sandbox.*` of `sandboxes serve`."""
 
-    concurrent: int = Field(default=64, ge=1)
+    concurrent: Count = 64
     """Maximum concurrent sandboxes of all clients together; further requests wait in order."""
     warm: int = Field(default=16, ge=2)
     """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
     number while more are asked for at once, never more than half of `concurrent`."""
-    room: int | None = Field(default=None, ge=1)
+    room: Count | None = None
     """Maximum programs that run at a time, further ones wait in order; unset: one in each sandbox.
     Programs that agents talk to, such as MCP servers, do not count."""
-    max_memory_mb: int = Field(default=8192, ge=1)
+    max_memory_mb: Count = 8192
     """Largest memory limit, in MB, that a client may ask for; more is refused, as with the others.
     """
-    max_disk_mb: int = Field(default=4096, ge=1)
+    max_disk_mb: Count = 4096
     """Largest disk limit, in MB, that a client may ask for."""
-    max_processes: int = Field(default=1024, ge=1)
+    max_processes: Count = 1024
     """Largest number of processes that a client may ask for."""
-    max_wall_seconds: float = Field(default=3600.0, gt=0)
+    max_wall_seconds: Positive = 3600.0
     """Longest time of one program, in seconds, that a client may ask for."""
-    max_cpu_seconds: float = Field(default=3600.0, gt=0)
+    max_cpu_seconds: Positive = 3600.0
     """Most CPU time of one program, in seconds, that a client may ask for."""
 
 
 class RolloutsConfig(DeliveryConfig):
     """Scheduling of rollouts: concurrency, retries, groups and staleness."""
 
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: Count = 64
     """Maximum rollouts in flight."""
-    max_attempts: int = Field(default=3, ge=1)
+    max_attempts: Count = 3
     """Attempts per rollout if failures are not the model's fault."""
-    worker_deaths: int | None = Field(default=2, ge=1)
+    worker_deaths: Count | None = 2
     """Attempts in which a rollout ends or blocks its worker, alone in it and after the model's
     first answer, until it is scored as it stands (limit `crash`); at most `max_attempts`. null: it
     is retried, then lost. A sandboxed rollout is scored the first time."""
-    min_group_size: int | None = Field(default=None, ge=1)
+    min_group_size: Count | None = None
     """Minimum size of a delivered group when rollouts were lost; unset: only complete groups."""
     failed_in_group: Missing = "shrink"
     """If a rollout fails for good, not by the model's fault: shrink the group without it (down to
@@ -400,20 +411,20 @@ class RolloutsConfig(DeliveryConfig):
     """The same for stragglers and stale rollouts; groups without them tend to short rollouts."""
     stragglers: Literal["cancel", "wait"] = "cancel"
     """At the end of the group's time: cancel unfinished rollouts, or wait for all of them."""
-    group_timeout_seconds: float = Field(default=1800.0, gt=0)
+    group_timeout_seconds: Positive = 1800.0
     """Seconds from a group's first rollout until its stragglers are cancelled."""
-    straggler_grace_seconds: float | None = Field(default=None, ge=0)
+    straggler_grace_seconds: Amount | None = None
     """Seconds for the rest of a group once `min_group_size` are scored; unset: all of its time."""
-    max_staleness: int | None = Field(default=None, ge=0)
+    max_staleness: Natural | None = None
     """Maximum policy versions between a running rollout's first token and now; unset: no limit."""
     stale_rollouts: Literal["cancel", "finish"] = "cancel"
     """What to do with staler rollouts when a version is published: cancel or let them finish."""
-    stop_after_failed_groups: int = Field(default=8, ge=1)
+    stop_after_failed_groups: Count = 8
     """Consecutive failed groups before `process` stops with an error (`serve` waits instead); it
     also stops when that many first groups are all too long."""
-    stop_after_dropped_groups: int = Field(default=200, ge=1)
+    stop_after_dropped_groups: Count = 200
     """Consecutive filtered or failed groups before `process` stops with an error."""
-    scorer_processes: int = Field(default=1, ge=1)
+    scorer_processes: Count = 1
     """Number of scorer processes; with a judge at least 8, each of which may wait for an answer."""
 
     @model_validator(mode="after")
@@ -484,9 +495,9 @@ class MixEntry(Section):
 
     name: str
     """Name of a built-in or installed environment, or path/to/file.py[:Class], or a folder."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: Positive = 1.0
     """Weight of this environment: its share of the groups relative to the others."""
-    minimum_share: float = Field(default=0.0, ge=0, le=1)
+    minimum_share: Share = 0.0
     """Minimum share of all groups, whatever the weights."""
     env: dict[str, Any] = {}
     """Settings of this environment; they override `env` of the file."""
@@ -503,7 +514,7 @@ class MixSettings(Settings):
     environments: list[MixEntry] = []
     """Several environments at once; in a file: name, weight, minimum_share and env of each; as a
     flag: `--env math=2,code=1`."""
-    total_groups: int | None = Field(default=None, ge=1)
+    total_groups: Count | None = None
     """Groups of all environments together before stopping; unset: `env.total_steps`, or each ends
     by itself."""
     track: list[TrackerName] = []

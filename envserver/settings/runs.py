@@ -8,12 +8,24 @@ import json
 import shlex
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
 
 from envserver_records.tasks import Split
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from .section import ApiKey, Section
+from .section import (
+    Amount,
+    ApiKey,
+    Count,
+    Finite,
+    FiniteAmount,
+    Natural,
+    Port,
+    Positive,
+    PositiveShare,
+    Section,
+    Share,
+    check_url,
+)
 
 Failures = Literal["drop", "zero"]
 """Attempts lost by the server's or the engine's fault are left out, or count as 0."""
@@ -24,27 +36,27 @@ Truncated = Literal["score", "zero", "drop"]
 class HeldOutConfig(Section):
     """Evaluates a held-out split while trainers train; the words are those of `evaluate`."""
 
-    every: int | None = Field(default=None, ge=1)
+    every: Count | None = None
     """Evaluate the first published policy version, and then the first at or after each multiple of
     this number; unset: only when asked (POST /v1/evaluations)."""
     split: Split = "test"
     """Split of the tasks; not the one that is trained on."""
-    total_steps: int = Field(default=100, ge=1)
+    total_steps: Count = 100
     """Maximum number of tasks of each environment; each is tried once by a group."""
-    group_size: int | None = Field(default=None, ge=1)
+    group_size: Count | None = None
     """Attempts at each task; unset: as in training."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: Amount | None = None
     """Sampling temperature; unset: as in training."""
-    max_concurrent: int = Field(default=16, ge=1)
+    max_concurrent: Count = 16
     """Maximum rollouts of an evaluation in flight, beside those of training: its share of the
     engine."""
-    hold_seconds: float = Field(default=0.0, ge=0)
+    hold_seconds: Amount = 0.0
     """Seconds that a trainer's pause for new weights may wait for the end of an evaluation, at most
     half of the pause's own `timeout_seconds`; 0: weights change during an evaluation, and its
     result says which versions sampled."""
     baselines: bool = False
     """Run the environments' baselines, too."""
-    pass_at: float | None = Field(default=None, allow_inf_nan=False)
+    pass_at: Finite | None = None
     """Minimum reward of an attempt that passes; unset: that of a solved task."""
     failures: Failures = "drop"
     """How to count attempts lost to infrastructure failures: leave them out, or as 0 (zero)."""
@@ -64,13 +76,13 @@ class TrackingConfig(Section):
     folder: Path = Path("runs/track")
     """Folder for files that have no other place: W&B offline, MLflow's database, TensorBoard,
     JSON lines."""
-    seconds: float = Field(default=30.0, gt=0)
+    seconds: Positive = 30.0
     """Seconds between two writes of numbers; nothing is written without a new group."""
-    close_seconds: float = Field(default=60.0, ge=0)
+    close_seconds: Amount = 60.0
     """Seconds that the end of the run waits for trackers."""
-    rollouts: int = Field(default=8, ge=0)
+    rollouts: Natural = 8
     """Rollouts in each addition to the table: the best and the worst of the latest groups."""
-    rollouts_minutes: float = Field(default=5.0, ge=0)
+    rollouts_minutes: Amount = 5.0
     """Minutes between two additions to the table of rollouts."""
 
 
@@ -80,27 +92,27 @@ class CurriculumConfig(Section):
     sampler: Literal["uniform", "difficulty", "replay"] = "uniform"
     """uniform: the environment's own order; difficulty: repeats tasks that are neither too easy nor
     too hard; replay: gives a share of the groups to unsolved tasks."""
-    discount: float = Field(default=0.98, gt=0, le=1)
+    discount: PositiveShare = 0.98
     """Weight of a result per policy version since it was made; lower values forget faster."""
     target: float = Field(default=0.5, gt=0, lt=1)
     """difficulty: success probability of the most wanted tasks."""
     sharpness: float = Field(default=2.0, gt=0, le=100)
     """difficulty: how fast the preference falls off; 2 with a target of 0.5 is p(1 - p)."""
-    explore: float = Field(default=0.2, gt=0, le=1)
+    explore: PositiveShare = 0.2
     """difficulty: minimum share of the groups that follow the environment's own order."""
     replay_share: float = Field(default=0.25, ge=0, le=0.9)
     """replay: share of the groups for unsolved tasks, while there are any."""
     replay_order: Literal["oldest", "weighted"] = "oldest"
     """replay: oldest: the task not tried for longest; weighted: random, uncertain ones first."""
-    unsolved_below: float = Field(default=0.05, ge=0, le=1)
+    unsolved_below: Share = 0.05
     """replay: a task with at most this mean reward counts as unsolved."""
     solved_above: float | None = Field(default=None, gt=0, lt=1)
     """Mostly skip tasks that are solved more often than this, with any sampler; unset: never."""
-    solved_attempts: int = Field(default=8, ge=1)
+    solved_attempts: Count = 8
     """Scored rollouts required before a task can be skipped."""
-    solved_share: float = Field(default=0.1, gt=0, le=1)
+    solved_share: PositiveShare = 0.1
     """Share of the times that such a task is not skipped."""
-    unsolved_share: float = Field(default=1.0, gt=0, le=1)
+    unsolved_share: PositiveShare = 1.0
     """Share of the times that a task is not skipped that was lately never solved (a mean reward of
     at most `unsolved_below` after `solved_attempts` rollouts), with any sampler; 1: never skip."""
     memory: int = Field(default=2048, ge=1, le=65536)
@@ -113,14 +125,14 @@ class RayConfig(Section):
     address: str = ""
     """Ray cluster: auto (the one of this machine or job), or HOST:PORT; also `--ray ADDRESS`;
     unset: the environments run in this process."""
-    runners: int | None = Field(default=None, ge=1)
+    runners: Count | None = None
     """Number of runners, each with its own workers; unset: between `ray.min` and `ray.max`, as the
     load wants."""
-    min: int = Field(default=1, ge=1)
+    min: Count = 1
     """Minimum number of runners."""
-    max: int | None = Field(default=None, ge=1)
+    max: Count | None = None
     """Maximum number of runners; unset: as many as the cluster has room for now."""
-    cpus: float = Field(default=1.0, ge=0)
+    cpus: Amount = 1.0
     """CPUs that Ray reserves for a runner."""
     resources: dict[str, float] = {}
     """Other resources that a runner needs, such as {"env": 1}."""
@@ -133,10 +145,10 @@ class RayConfig(Section):
     """Address at which the nodes reach this server; unset: this machine's in the cluster."""
     token: SecretStr = SecretStr("")
     """Access token of the runners, with the role `environment`, if the server asks for tokens."""
-    place_seconds: float = Field(default=5.0, ge=0)
+    place_seconds: Amount = 5.0
     """Seconds for a node to come on which a runner fits; longer where the cluster adds nodes from
     none by itself."""
-    idle_seconds: float = Field(default=60.0, ge=0)
+    idle_seconds: Amount = 60.0
     """Seconds for which fewer runners must be enough before one is stopped."""
 
     @field_validator("runtime_env")
@@ -155,8 +167,8 @@ class RayConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, value: str) -> str:
-        if value and urlsplit(value).scheme not in ("http", "https"):
-            raise ValueError("an address must look like http://host:8000")
+        if value:
+            check_url(value, "http://host:8000")
         return value.rstrip("/")
 
     @model_validator(mode="after")
@@ -209,7 +221,7 @@ class HarnessConfig(Section):
     base_url: str | None = None
     """With agent.url, where the agent reaches agent.port of this machine (the end of a tunnel):
     http://127.0.0.1:9200; unset: it is on this machine."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Port = 0
     """Loopback port at which agents ask the model, for a tunnel; 0: any."""
     folder: Path | None = None
     """Folder of a program of yours, shown to it as {folder}; for an installed program, the folder
@@ -254,22 +266,22 @@ class JudgeConfig(Section):
     api_key: ApiKey = SecretStr("")
     """API key of the judge's engine; it stays in the server: never logged, written or sent to a
     scorer."""
-    timeout: float = Field(default=120.0, gt=0)
+    timeout: Positive = 120.0
     """Timeout in seconds of one answer, its repetitions after failures included."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: Amount = 0.0
     """Sampling temperature."""
-    max_tokens: int = Field(default=1024, ge=1)
+    max_tokens: Count = 1024
     """Maximum length of one answer, in tokens."""
-    max_concurrent: int = Field(default=16, ge=1)
+    max_concurrent: Count = 16
     """Maximum calls in flight; further ones wait."""
     cache: Path | None = None
     """SQLite file of answers by content, shared by all commands that name it; unset: judge.db in
     the folder of the output, the store or the first source."""
-    cache_mb: int = Field(default=1024, ge=1)
+    cache_mb: Count = 1024
     """Size of that file at which the oldest tenth of its answers is dropped, in MB."""
-    prompt_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    prompt_price: FiniteAmount | None = None
     """Price of a million prompt tokens; needs `judge.completion_price`."""
-    completion_price: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    completion_price: FiniteAmount | None = None
     """Price of a million completion tokens."""
     currency: str = "USD"
     """Currency of both prices."""

@@ -28,6 +28,16 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Amount = Annotated[float, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+FiniteAmount = Annotated[Amount, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
 
 class Described(BaseModel):
     """Base of models whose fields have docstrings: they are the descriptions in JSON schemas."""
@@ -121,13 +131,13 @@ class AgentConfig(Section):
     """API key of the agent's own engine; never logged, written or sent to a worker."""
     server_type: Literal["vllm", "openai"] = "vllm"
     """Type of the agent's own engine. vllm: returns token ids and logprobs; openai: text only."""
-    timeout: float = Field(default=1200.0, gt=0)
+    timeout: Positive = 1200.0
     """Timeout in seconds of one call to the agent's own engine."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: Amount | None = None
     """Sampling temperature."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: PositiveShare | None = None
     """Nucleus sampling; 1: off."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: Count | None = None
     """Maximum length of one answer, in tokens."""
     trained: bool | None = None
     """Whether the agent's tokens are trained; unset: the environment decides."""
@@ -144,9 +154,9 @@ class AgentConfig(Section):
 class EnvironmentConfig(Section):
     """Base class of an environment's `Config`; its fields are `--env.*`."""
 
-    group_size: int = Field(default=4, ge=1)
+    group_size: Count = 4
     """Rollouts per group: attempts at one task whose rewards are compared."""
-    total_steps: int | None = Field(default=None, ge=1)
+    total_steps: Count | None = None
     """Groups to make, of a mix in total; unset: each task once in `process`, endless in `serve`."""
     split: Split = "train"
     """Split of the tasks: train, validation or test."""
@@ -162,13 +172,13 @@ class EnvironmentConfig(Section):
     """Write the routed experts of each row next to the tokens, if `tokens.experts` records them."""
     ensure_scores_are_not_same: bool | None = None
     """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
-    max_token_length: int = Field(default=8192, ge=1)
+    max_token_length: Count = 8192
     """Maximum length of a training sequence, in tokens; groups with a longer one are dropped."""
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: Count = 8
     """Maximum model calls per rollout (per agent, in a multi-agent rollout)."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Count | None = None
     """Maximum tokens sampled per rollout, over all trained calls; unset: no limit."""
-    worker_timeout: float = Field(default=240.0, gt=0)
+    worker_timeout: Positive = 240.0
     """Time limit of a rollout in seconds of wall time, from start to result."""
     score_range: Literal["unit", "pm1"] = "unit"
     """Reward range in Atropos groups: [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
@@ -176,10 +186,10 @@ class EnvironmentConfig(Section):
     """Model, engine and sampling of single agents in a multi-agent rollout."""
 
 
-def check_url(url: str) -> None:
+def check_url(url: str, example: str = "http://host:port/v1") -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an address must look like http://host:port/v1")
+        raise ValueError(f"an address must look like {example}")
     try:
         _ = parts.port
     except ValueError as error:

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .section import Section
+from .section import Amount, Count, Natural, Port, Positive, PositiveShare, Section, Share
 
 
 def is_loopback(host: str) -> bool:
@@ -46,23 +46,23 @@ Role = Literal["trainer", "environment", "reader", "admin"]
 class Quota(Section):
     """Limits of one access token (`--server.quota.*`); unset fields: no limit."""
 
-    requests_per_second: float | None = Field(default=1000.0, gt=0)
+    requests_per_second: Positive | None = 1000.0
     """Average requests per second."""
-    burst: int = Field(default=2000, ge=1)
+    burst: Count = 2000
     """Requests allowed at once, before `requests_per_second` applies."""
-    megabytes_per_minute: float | None = Field(default=None, gt=0)
+    megabytes_per_minute: Positive | None = None
     """Megabytes of bodies per minute, both directions, as transferred; may come in one burst."""
-    open_streams: int | None = Field(default=64, ge=0)
+    open_streams: Natural | None = 64
     """Concurrent lease streams."""
 
 
 class RetentionConfig(Section):
     """How long the store keeps delivered groups. Groups that wait for a trainer are always kept."""
 
-    acked_hours: float = Field(default=24.0, ge=0)
+    acked_hours: Amount = 24.0
     """Hours until a group that every run has acknowledged is removed, except for its id. Groups
     acknowledged since a run's second-last checkpoint are kept."""
-    max_gb: float | None = Field(default=None, gt=0)
+    max_gb: Positive | None = None
     """Remove such groups earlier while all groups take more than this many GB; unset: no limit."""
 
 
@@ -73,7 +73,7 @@ class ServerConfig(Section):
     """File of access tokens made by `envserver token`; unset: all local users have full access."""
     host: str = "127.0.0.1"
     """Address to listen on; other than loopback only with `tokens_file`."""
-    port: int = Field(default=8000, ge=0, le=65535)
+    port: Port = 8000
     """Port; 0 picks a free one."""
     advertise: str | None = Field(default=None, pattern=r"^https?://[^/?#\s]+$")
     """With `store_shared`: address at which the other servers reach this one (http://host:8000);
@@ -87,29 +87,29 @@ class ServerConfig(Section):
     once."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Maximum size of a request body after decompression."""
-    lease_seconds: float = Field(default=600.0, gt=0)
+    lease_seconds: Positive = 600.0
     """Deliver a leased batch again if it is not acknowledged within this many seconds."""
-    max_open_leases: int = Field(default=1024, ge=1)
+    max_open_leases: Count = 1024
     """Maximum unacknowledged leases per run, for trainers that request them; then HTTP 429."""
-    max_waiting_groups: int = Field(default=100_000, ge=1)
+    max_waiting_groups: Count = 100_000
     """Groups waiting for a run at which posts of groups get HTTP 429, with Retry-After."""
-    max_waiting_gb: float = Field(default=50.0, gt=0)
+    max_waiting_gb: Positive = 50.0
     """The same for the GB of these groups, as stored (compressed)."""
-    silent_after_seconds: float = Field(default=30.0, gt=0)
+    silent_after_seconds: Positive = 30.0
     """Seconds without a heartbeat until a remote runner's share goes to the others."""
-    drain_seconds: float = Field(default=60.0, ge=0)
+    drain_seconds: Amount = 60.0
     """`serve`: seconds for open groups to finish on shutdown; then they are cancelled, and what has
     not ended 15 seconds later is killed."""
-    openenv_sessions: int = Field(default=64, ge=0)
+    openenv_sessions: Natural = 64
     """`serve`: maximum OpenEnv episodes in progress, each in the place of a rollout; 0: none."""
-    openenv_idle_seconds: float = Field(default=600.0, gt=0)
+    openenv_idle_seconds: Positive = 600.0
     """Seconds without a message until an OpenEnv session is closed."""
     allowed_hosts: list[str] = []
     """Additional host names that requests may use if there are no access tokens."""
     allowed_origins: list[Annotated[str, Field(pattern=r"^https?://[a-z0-9.:\[\]-]+$")]] = []
     """Origins whose web pages may use the API: https://lab.example (lower case, without a path)."""
     quota: Quota = Quota()
-    max_connections: int = Field(default=4096, ge=1)
+    max_connections: Count = 4096
     """Maximum connections; further ones get 503 and are closed."""
     max_header_bytes: int = Field(default=65536, ge=1024)
     """Maximum size of the request line and headers together."""
@@ -117,11 +117,11 @@ class ServerConfig(Section):
     """Maximum headers per request."""
     max_url_bytes: int = Field(default=8192, ge=256)
     """Maximum length of path and query."""
-    header_seconds: float = Field(default=20.0, gt=0)
+    header_seconds: Positive = 20.0
     """Seconds for a request's headers to arrive, from its first byte; then 408."""
-    body_idle_seconds: float = Field(default=30.0, gt=0)
+    body_idle_seconds: Positive = 30.0
     """Seconds without data until a request body is given up; then 408."""
-    body_seconds: float = Field(default=600.0, gt=0)
+    body_seconds: Positive = 600.0
     """Seconds for a whole request body; then 408."""
     ssl_certfile: Path | None = None
     """Certificate chain (PEM); enables HTTPS."""
@@ -158,27 +158,27 @@ class TelemetryConfig(Section):
     secret, and at most 32,768 characters in an attribute."""
     service_name: str = "envserver"
     """Service name in traces."""
-    sample_ratio: float = Field(default=1.0, ge=0, le=1)
+    sample_ratio: Share = 1.0
     """Share of the rollouts that are traced."""
-    slow_callback_seconds: float | None = Field(default=None, gt=0)
+    slow_callback_seconds: Positive | None = None
     """Log the stack if the event loop is blocked for longer than this; unset: off."""
 
 
 class DeliveryConfig(Section):
     """Which groups go to trainers, and how many may wait for them."""
 
-    max_staleness_at_delivery: int | None = Field(default=None, ge=0)
+    max_staleness_at_delivery: Natural | None = None
     """Maximum policy versions between a group's first token and its delivery; unset: no limit.
     Groups that would be staler by then are not started."""
     stale_groups: Literal["drop", "deliver"] = "drop"
     """What happens to staler groups, finished or waiting: drop and count them, or deliver them."""
-    silent_run_seconds: float | None = Field(default=3600.0, gt=0)
+    silent_run_seconds: Positive | None = 3600.0
     """Close a broadcast run that leases nothing for this many seconds while others do, so that its
     queue does not block them; it resumes when it registers again. Unset: never."""
-    max_queued_groups: int = Field(default=256, ge=0)
+    max_queued_groups: Natural = 256
     """Groups waiting for a trainer at which new rollouts pause; 0: without a registered run,
     only requested groups are made."""
-    max_batches_offpolicy: int = Field(default=3, ge=1)
+    max_batches_offpolicy: Count = 3
     """Batches (of the registered trainer) waiting at which new rollouts pause."""
 
     @property
@@ -192,36 +192,36 @@ class AlarmsConfig(Section):
 
     off: list[str] = []
     """Names of alarms that are not raised: no_trainer,equal_rewards."""
-    span_minutes: float = Field(default=10.0, gt=0)
+    span_minutes: Positive = 10.0
     """Minutes over which shares and counts are taken."""
-    fewest: int = Field(default=20, ge=1)
+    fewest: Count = 20
     """Groups or rollouts below which no share is judged."""
-    no_trainer_minutes: float = Field(default=10.0, ge=0)
+    no_trainer_minutes: Amount = 10.0
     """Minutes without a lease while enough groups wait for a batch."""
-    no_rollout_minutes: float = Field(default=10.0, ge=0)
+    no_rollout_minutes: Amount = 10.0
     """Minutes without an end of a rollout while rollouts run; at least four times as long as a
     rollout takes on average."""
-    paused_minutes: float = Field(default=10.0, ge=0)
+    paused_minutes: Amount = 10.0
     """Minutes in which model calls are paused."""
-    unused_engine_minutes: float = Field(default=10.0, ge=0)
+    unused_engine_minutes: Amount = 10.0
     """Minutes in which an engine gets no calls: it is refused, unreachable, or has old weights."""
-    lost_share: float = Field(default=0.05, gt=0, le=1)
+    lost_share: PositiveShare = 0.05
     """Share of rollouts that are lost, not by the model's fault."""
-    stale_share: float = Field(default=0.2, gt=0, le=1)
+    stale_share: PositiveShare = 0.2
     """Share of groups that are dropped as stale."""
-    cut_share: float = Field(default=0.25, gt=0, le=1)
+    cut_share: PositiveShare = 0.25
     """Share of rollouts that a limit ends or cuts."""
-    split_share: float = Field(default=0.1, gt=0, le=1)
+    split_share: PositiveShare = 0.1
     """Share of rollouts whose conversations are not continued: each of their calls is a row."""
-    equal_share: float = Field(default=0.8, gt=0, le=1)
+    equal_share: PositiveShare = 0.8
     """Share of groups whose rewards are all equal."""
-    same_share: float = Field(default=0.5, gt=0, le=1)
+    same_share: PositiveShare = 0.5
     """Share of groups whose rollouts all say the same."""
-    untrained_share: float = Field(default=0.1, gt=0, le=1)
+    untrained_share: PositiveShare = 0.1
     """Share of sampled tokens that flags mask or drop."""
-    worker_deaths: int = Field(default=3, ge=1)
+    worker_deaths: Count = 3
     """Deaths of worker processes."""
-    disk_free_gb: float = Field(default=1.0, ge=0)
+    disk_free_gb: Amount = 1.0
     """GB that are left on the disk of the store."""
-    store_seconds: float = Field(default=1.0, gt=0)
+    store_seconds: Positive = 1.0
     """Mean seconds of a commit of the store."""

@@ -19,7 +19,8 @@ from support.learning import tiny_model, variables
 from support.pages import commands, write_files
 from support.waiting import PATIENCE
 
-from envserver.cli.settings import load_settings
+from envserver import Settings
+from envserver.cli.command_line import CommandSpec
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(
@@ -80,7 +81,9 @@ def test_the_first_environment_has_thirty_lines_and_runs(tmp_path: Path) -> None
 def test_the_settings_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(block("docs/guide.md", "yaml"))
-    settings = load_settings(["--config", str(path)], environ={}, folder=tmp_path)
+    settings = CommandSpec("", "", Settings).read(
+        ["--config", str(path)], environ={}, folder=tmp_path
+    )
     assert settings.environment == "math"
     assert settings.env.group_size == 8
     assert len(settings.openai.base_urls) == 2

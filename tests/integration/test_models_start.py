@@ -16,7 +16,7 @@ from support.process_tree import alive
 from support.waiting import PATIENCE
 
 from envserver import Settings, main
-from envserver.cli.settings import load_settings
+from envserver.cli.command_line import CommandSpec
 from envserver.running.run_settings import ServeSettings
 
 _SCRIPT = """#!{python}
@@ -149,7 +149,7 @@ def test_sampling_of_a_model_is_weaker_than_what_is_said(tmp_path: Path, model: 
 
     def sampling(*words: str, kind: type[Settings] = Settings) -> tuple[float, int]:
         line = ["--model", "small", "--engine.models_file", str(place), *words]
-        chosen = load_settings(line, settings_class=kind, environ={}, folder=tmp_path).sampling
+        chosen = CommandSpec("", "", kind).read(line, environ={}, folder=tmp_path).sampling
         return chosen.temperature, chosen.max_tokens
 
     assert sampling() == (0.3, 17)

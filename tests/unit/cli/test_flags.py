@@ -58,9 +58,7 @@ PAIR = CommandSpec("pair", "", Pair, usage="A B", arguments=("a", "b"))
 
 
 def read(line: str, command: CommandSpec[Settings] = FILES) -> Settings:
-    settings = command.read(line.split())
-    assert settings is not None
-    return settings
+    return command.read(line.split())
 
 
 @pytest.mark.parametrize(

@@ -149,15 +149,20 @@ def row(at: float, delivered: float, rewards: float, lost: float, scored: float)
     }
 
 
-def shown(rows: list[Row]) -> dict[str, list[str]]:
+def printed(what: Any) -> str:
     out = io.StringIO()
-    Console(file=out, width=150).print(Overview(rows).tables())
-    return {line.split()[0]: line.split() for line in out.getvalue().splitlines()}
+    Console(file=out, width=150).print(what)
+    return out.getvalue()
+
+
+def shown(*rows: Row) -> dict[str, list[str]]:
+    lines = printed(Overview(rows).tables()).splitlines()
+    return {line.split()[0]: line.split() for line in lines}
 
 
 def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
     before, begin = row(0, 90, 0, 0, 0), row(100, 100, 200, 2, 400)
-    found = shown([before, begin, row(130, 110, 230, 4, 438)])
+    found = shown(before, begin, row(130, 110, 230, 4, 438))
     # ten groups, forty rewards that sum to 30, two of forty rollouts lost, in half a minute
     assert found["math"] == ["math", "0.750", "20.0", "80.0", "5.0%", "0", "0"]
     assert found["policy"][:6] == ["policy", "version", "3", "·", "20.0", "groups/min"]
@@ -169,18 +174,17 @@ def test_rates_and_rewards_are_those_of_the_last_minute() -> None:
 
 
 def test_a_server_that_began_again_counts_from_zero() -> None:
-    found = shown([row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20)])
+    found = shown(row(100, 100, 200, 2, 400), row(130, 5, 20, 0, 20))
     assert found["math"][1:4] == ["1.000", "10.0", "40.0"]
 
 
 def test_names_that_others_gave_move_no_cursor_and_are_not_all_shown() -> None:
     names = ["\x1b]0;title\x07\x9b2J[red]a", *(f"z{index}" for index in range(70))]
     rows = [(1.0, {name("rollouts_running", environment=one): 1.0 for one in names})]
-    out = io.StringIO()
-    Console(file=out, width=150).print(Overview(rows).tables())
-    assert "?]0;title??2J[red]a" in out.getvalue() and "and 21 more" in out.getvalue()
-    assert "?]0;title??2J[red]a -" in Overview(rows).line()
-    assert not set("\x1b\x07\x9b") & set(out.getvalue() + Overview(rows).line())
+    tables, line = printed(Overview(rows).tables()), Overview(rows).line()
+    assert "?]0;title??2J[red]a" in tables and "and 21 more" in tables
+    assert "?]0;title??2J[red]a -" in line
+    assert not set("\x1b\x07\x9b") & set(tables + line)
 
 
 async def test_top_shows_a_server_and_says_why_it_cannot(
@@ -257,7 +261,7 @@ def test_serve_shows_samples(tmp_path: Path) -> None:
 
 
 def test_a_long_task_id_takes_a_few_lines() -> None:
-    tally, out = Tally(), io.StringIO()
+    tally = Tally()
     tally.first_groups.append(replace(native_group("g"), task_id="x" * 3000 + "-end"))
-    Console(file=out, width=150).print(summary_table(tally))
-    assert "-end" in out.getvalue() and len(out.getvalue().splitlines()) < 10
+    table = printed(summary_table(tally))
+    assert "-end" in table and len(table.splitlines()) < 10

@@ -14,7 +14,9 @@ from support.cases import cases_of
 from support.extent import examples
 
 from envserver import EnvironmentConfig, SamplingConfig, ServerConfig, Settings
-from envserver.cli.settings import export_dotenv, load_settings
+from envserver.cli.command_line import CommandSpec
+from envserver.cli.settings import export_dotenv
+from envserver.running.options import with_environment
 from envserver.settings.section import Section
 
 MISTAKES = cases_of(__file__, "mistakes.toml")
@@ -45,10 +47,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(line: str = "", **arguments: Any) -> Settings:
     """Settings by the flags of `line`, and by a `.env` file only where `folder` is given."""
-    facts: dict[str, Any] = {"environ": {}, "folder": Path("/nonexistent"), "config_class": Config}
-    if "settings_class" in arguments:
-        del facts["config_class"]
-    return load_settings(shlex.split(line), **(facts | arguments))
+    kind = arguments.pop("settings_class", with_environment(Settings, Config))
+    command = CommandSpec("", "", kind, openai_variables=arguments.pop("openai_variables", "no"))
+    facts = {"environ": {}, "folder": Path("/nonexistent")}
+    return command.read(shlex.split(line), **(facts | arguments))
 
 
 def env(line: str = "", **arguments: Any) -> Config:
@@ -235,7 +237,7 @@ testing: false
 def test_the_environment_is_named_by_any_source(flags: str, variable: str, file: str) -> None:
     words = f"{flags} --env.data_set sample {of_file(file)}"
     environ = dict([variable.split("=")]) if variable else {}
-    settings = load_settings(words.split(), environ=environ, folder=Path())
+    settings = load(words, settings_class=Settings, environ=environ, folder=Path())
     assert settings.environment == "math"
     assert settings.env.model_dump()["data_set"] == ["sample"]
 

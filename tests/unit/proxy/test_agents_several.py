@@ -14,8 +14,8 @@ from support.proxy_house import ASK, TOOLS, House, chat
 from support.serving import attempt_spec, serving
 from support.waiting import until
 
-from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, Task
-from envserver.cli.settings import load_settings
+from envserver import AgentRole, ConfigError, Environment, OpenAIConfig, Score, Settings, Task
+from envserver.cli.command_line import CommandSpec
 from envserver.environment import Rollout
 from envserver.models.openai import OpenAIEngine
 from envserver.proxy.attempts import AgentRoute, AttemptSpec, ProxyAttempt
@@ -25,6 +25,7 @@ from envserver.registry import find
 from envserver.rollouts.policy import judge_trajectory
 from envserver.rollouts.rewards import roles_of
 from envserver.running import ProcessSettings, RunSpec, alone, process_run
+from envserver.running.options import with_environment
 from envserver.tokens.builder import build
 from envserver.tokens.flags import chosen
 
@@ -42,8 +43,8 @@ async def test_an_untrained_agent_on_a_text_engine_leaves_rows_as_they_are(tmp_p
     async with fake_vllm(omit=frozenset({"token_ids", "logprobs", "prompt_token_ids"})) as fake:
         variables = {"ENVSERVER_ENV__AGENTS__USER__BASE_URL": fake.url}
         variables |= {"ENVSERVER_ENV__AGENTS__USER__API_KEY": "sk-of-the-user"}
-        settings = load_settings(
-            words.split(), settings_class=ProcessSettings, environ=variables, folder=tmp_path
+        settings = CommandSpec("process", "", ProcessSettings).read(
+            words.split(), environ=variables, folder=tmp_path
         )
         await process_run([alone(RunSpec(settings, str(talk), find(str(talk))))]).run()
     groups = read_jsonl(output)
@@ -87,9 +88,8 @@ class Several(Environment):
 
 
 def settings(*flags: str) -> Any:
-    return load_settings(
-        flags, config_class=Several.Config, environ={}, folder=Path("/nonexistent")
-    ).env
+    command = CommandSpec("", "", with_environment(Settings, Several.Config))
+    return command.read(flags, environ={}, folder=Path("/nonexistent")).env
 
 
 def test_who_is_trained_is_a_persons_choice() -> None:

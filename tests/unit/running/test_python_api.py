@@ -69,7 +69,7 @@ async def test_groups_are_returned_and_their_records_need_no_garbage_collection(
     assert all(len(group.trajectories) == 2 for group in result.groups)
 
 
-def test_groups_can_be_taken_as_they_finish_and_left(tmp_path: Path) -> None:
+def test_groups_can_be_taken_as_they_finish_and_left() -> None:
     endless = {"model": "sim", "env": {"total_steps": 1000, "group_size": 2}}
     taken = []
     for group in envserver.groups(Echo, **endless):
@@ -329,9 +329,7 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
         "r = envserver.process('math', model='sim', env={'total_steps': 1, 'group_size': 2})\n"
         "print(r.delivered)\n"
     )
-    done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE
-    )
+    done = _python(script, cwd=tmp_path)
     assert done.stdout.split() == ["begin", "1"], done.stderr
 
 
