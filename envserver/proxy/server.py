@@ -206,7 +206,8 @@ class Proxy:
         return self._endpoint.gate
 
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
-        attempt = ProxyAttempt(secrets.token_urlsafe(24), spec)
+        # In hex: a command line takes a key that begins with a dash for a flag.
+        attempt = ProxyAttempt(secrets.token_hex(24), spec)
         if spec.harness is not None:
             attempt.flags.add(FOREIGN_AGENT)
         attempt.in_flight = InFlight(

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import aiohttp
@@ -44,13 +45,13 @@ class Measured(NamedTuple):
         return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
+@dataclass
 class Agent:
     """The requests that one agent sends to `url`, one after the other."""
 
-    def __init__(self, http: aiohttp.ClientSession, url: str, bodies: Sequence[bytes]) -> None:
-        self._http = http
-        self._url = url
-        self._bodies = bodies
+    http: aiohttp.ClientSession
+    url: str
+    bodies: Sequence[bytes]
 
     async def ask(self, turn: int) -> float:
         """Seconds that the request of one turn took; after the last the first comes again.
@@ -59,9 +60,9 @@ class Agent:
             ConnectionError: the answer is not HTTP 200, or breaks off.
         """
         began = time.perf_counter()
-        body, headers = self._bodies[turn % len(self._bodies)], {"content-type": "application/json"}
+        body, headers = self.bodies[turn % len(self.bodies)], {"content-type": "application/json"}
         try:
-            async with self._http.post(self._url, data=body, headers=headers) as answer:
+            async with self.http.post(self.url, data=body, headers=headers) as answer:
                 text = await answer.read()
         except aiohttp.ClientError as error:
             raise ConnectionError(f"{error!r}") from error

@@ -9,28 +9,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from support.cases import cases_of
 from support.commands import ENVSERVER, read_jsonl, running, typed
 from support.extent import first_of
 
 from envserver import main
 
-WHOLE = """
-from envserver import Environment, Score, Task
-
-class Echo(Environment):
-    def tasks(self, split):
-        yield Task("one", {"question": "Say 1."}, {"answer": "1"})
-
-    def rollout(self, task, run):
-        return run.chat_blocking([{"role": "user", "content": task.public["question"]}]).content
-
-    def score(self, task, result):
-        return Score(reward=float(task.hidden["answer"] in (result.output or "")))
-
-    def demonstration(self, task):
-        return [{"role": "assistant", "content": task.hidden["answer"]}]
-"""
-TASKS = 'yield Task("one", {"question": "Say 1."}, {"answer": "1"})'
+CASES = cases_of(__file__)
+WHOLE = CASES["whole"]
 
 
 def written(folder: Path, code: str) -> Path:
@@ -64,56 +50,15 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
         assert done.stdout
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("from envserver", "import sys; sys.exit(3)\nfrom envserver", "SystemExit: 3"),
-        ("def score", "def scores", "Echo does not define score."),
-        (
-            "def tasks",
-            "isolation = 'sandbox'\n    def tasks",
-            "It must be one of pooled, dedicated",
-        ),
-        ("def tasks", "class Config: pass\n    def tasks", "class Config(Environment.Config):"),
-        (
-            TASKS,
-            "yield 1 / 0",
-            "ZeroDivisionError: division by zero (echo of mine.py:6, in Echo.tasks).",
-        ),
-        (TASKS, "yield Task(1, {})", "the id of task 1 must be text"),
-        (
-            TASKS,
-            'yield {"question": "1"}',
-            "dict is not a Task (echo of mine.py:5, in Echo",
-        ),
-        (TASKS, "return None", "'NoneType' object is not iterable (echo of mine.py:5, in"),
-        (
-            'return [{"role": "assistant"',
-            '1 / 0; return [{"role": "assistant"',
-            "cannot demonstrate its task 'one': ZeroDivisionError: division by zero (echo of mine",
-        ),
-        (
-            'return [{"role": "assistant", "content": task.hidden["answer"]}]',
-            'return "1"',
-            "it must return a list of messages, not '1' (echo of mine.py:14, in Echo.demonstration",
-        ),
-        ("def score(", "def score", "echo of mine.py, line 11: SyntaxError"),
-        (
-            "from envserver import",
-            "import nosuch\nfrom envserver import",
-            "No module named 'nosuch'",
-        ),
-        (TASKS, "return []", "has no tasks in its split 'train'"),
-    ],
-)
+@pytest.mark.parametrize("mistake", CASES["mistakes"], ids=lambda mistake: str(mistake["new"]))
 def test_an_environment_that_cannot_run_is_told_in_a_line(
-    tmp_path: Path, old: str, new: str, expected: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mistake: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(tmp_path, WHOLE.replace(old, new, 1))
+    path = written(tmp_path, WHOLE.replace(mistake["old"], mistake["new"], 1))
     status = main(["process", "--env", str(path), "--model", "sim", "--out", str(tmp_path / "o")])
     said = capsys.readouterr().err
     assert status == 2, said
-    assert expected in said.splitlines()[-1]
+    assert mistake["said"] in said.splitlines()[-1]
     assert "Traceback" not in said
 
 

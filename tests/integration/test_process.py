@@ -243,32 +243,22 @@ def test_a_rollout_that_ends_its_worker_again_is_scored(
         ("scorer", BUG, "AttributeError: 'str' object has no attribute 'reward' ("),
         ("number", BUG, "The scorer returned int, not a Score. ("),
         ("object", BUG, "rollout() returned what JSON cannot hold (Buggy): "),
+        ("key", BUG, "KeyError: 'm' ("),
+        ("hidden key", BUG, "The scorer raised KeyError: 'm' ("),
     ],
 )
 def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
     process: Process, folder: Path, bug: str, blame: str, message: str
 ) -> None:
-    more = f"--rollouts.max_concurrent 4 --env.group_size 4 --env.bug {bug}"
+    more = f"--rollouts.max_concurrent 4 --env.group_size 4 --env.bug {bug!r}"
     said = process(more, status=1, env="buggy")
     assert blame + message in said
     assert bug in ("setup", "object") or "buggy.py:" in said
     failures = read_jsonl(folder / "data" / "buggy.failures.jsonl")
     failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
-    assert 1 <= len(failed) == len(set(failed))  # none is tried again
+    # None is tried again, but for an error that may come from what the model said.
+    assert "key" in bug or 1 <= len(failed) == len(set(failed))
     assert len(failed) < 60  # of 80: the run ended early
-
-
-@pytest.mark.parametrize(
-    ("bug", "message"),
-    [("key", "KeyError: 'm' (buggy.py:"), ("hidden key", "KeyError: 'm' (")],
-)
-def test_an_error_that_ends_all_first_attempts_is_a_bug(
-    process: Process, folder: Path, bug: str, message: str
-) -> None:
-    said = process(f"--rollouts.max_concurrent 4 --env.bug {bug!r}", status=1, env="buggy")
-    assert message in said.splitlines()[-1]
-    failures = read_jsonl(folder / "data" / "buggy.failures.jsonl")
-    assert sum(line["event"] == "rollout_failed" for line in failures) < 20
 
 
 @pytest.mark.parametrize(

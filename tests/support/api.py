@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,13 @@ KEYS = [
 ]
 
 
+@dataclass
 class Api:
     """A served API: `http` speaks to it, `store` is below it."""
 
-    def __init__(self, http: httpx.AsyncClient, store: Store, url: str) -> None:
-        self.http = http
-        self.store = store
-        self.url = url
+    http: httpx.AsyncClient
+    store: Store
+    url: str
 
     async def get(self, path: str, **more: Any) -> Any:
         """The JSON of a GET that succeeds."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -31,20 +32,23 @@ TOOL_CALLS = [
 ]
 
 
+@dataclass
 class House:
-    """A fake vLLM, a proxy before it, and clients."""
+    """A fake vLLM, a proxy before it, and clients.
 
-    def __init__(self, fake: FakeVllm, proxy: Proxy, url: str, http: aiohttp.ClientSession) -> None:
-        self.fake = fake
-        self.proxy = proxy
-        self.url = url
-        self.http = http
-        self.clients: list[AsyncOpenAI | AsyncAnthropic] = []
-        self.now = 0.0
-        self.arrived = 0
-        """Requests that the proxy has read."""
-        self.gone = 0
-        """Clients whose end of the connection the proxy has seen."""
+    Args:
+        arrived: requests that the proxy has read.
+        gone: clients whose end of the connection the proxy has seen.
+    """
+
+    fake: FakeVllm
+    proxy: Proxy
+    url: str
+    http: aiohttp.ClientSession
+    clients: list[AsyncOpenAI | AsyncAnthropic] = field(default_factory=list)
+    now: float = 0.0
+    arrived: int = 0
+    gone: int = 0
 
     async def has_read(self, requests: int) -> None:
         """Waits until the proxy has read so many requests and waits for something else."""

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import anthropic
@@ -175,25 +176,17 @@ class ReasoningSim(SimEngine):
         return answer
 
 
+@dataclass
 class SdkHouse:
     """See the module. `seat` opens attempts."""
 
-    def __init__(
-        self,
-        proxy: Proxy,
-        url: str,
-        model: str,
-        exchanges: list[Exchange],
-        solver: RolloutSolver | None,
-        portal: BlockingPortal,
-    ) -> None:
-        self._proxy = proxy
-        self._url = url
-        self._model = model
-        self._exchanges = exchanges
-        self._solver = solver
-        self._portal = portal
-        self._numbers = itertools.count()
+    proxy: Proxy
+    url: str
+    model: str
+    exchanges: list[Exchange]
+    solver: RolloutSolver | None
+    portal: BlockingPortal
+    numbers: Iterator[int] = field(default_factory=itertools.count)
 
     @contextmanager
     def seat(self, *turns: Message, **limits: Any) -> Iterator[Seat]:
@@ -202,16 +195,16 @@ class SdkHouse:
         Args:
             turns: what the simulated model says, one after the other; without any it babbles.
         """
-        rollout_id = f"rollout-{next(self._numbers)}"
-        if self._solver is not None:
-            self._solver.assign(rollout_id, list(turns))
+        rollout_id = f"rollout-{next(self.numbers)}"
+        if self.solver is not None:
+            self.solver.assign(rollout_id, list(turns))
         spec = msgspec.structs.replace(
-            attempt_spec(**limits), rollout_id=rollout_id, model=self._model
+            attempt_spec(**limits), rollout_id=rollout_id, model=self.model
         )
-        attempt = self._portal.call(self._proxy.open, spec)
-        seat = Seat(attempt, self._url, self._exchanges, self._portal)
+        attempt = self.portal.call(self.proxy.open, spec)
+        seat = Seat(attempt, self.url, self.exchanges, self.portal)
         yield seat
-        self._portal.call(self._proxy.seal, seat.attempt)
+        self.portal.call(self.proxy.seal, seat.attempt)
         seat.assert_answers_tell_only_what_was_asked()
 
 

@@ -176,6 +176,7 @@ class Line:
             return self.speaker.joined(events_of(told))
 
 
+@dataclass
 class Agent:
     """One rollout.
 
@@ -184,21 +185,18 @@ class Agent:
         encode: text to ids, for agents that complete text themselves.
     """
 
-    def __init__(
-        self, http: aiohttp.ClientSession, url: str, seed: int, encode: Callable[[str], list[int]]
-    ) -> None:
-        self.boundaries: list[Boundary] = []
-        self.refused: list[Refused] = []
-        self._http = http
-        self._url = url
-        self._seed = seed
-        self._encode = encode
+    http: aiohttp.ClientSession
+    url: str
+    seed: int
+    encode: Callable[[str], list[int]]
+    boundaries: list[Boundary] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
 
     async def run(self) -> None:
-        dice = random.Random(self._seed)
+        dice = random.Random(self.seed)
         speaker = dice.choices([Chat(), Responses(), Messages(), Texts()], [55, 15, 17, 13])[0]
         turns = dice.randint(2, 6)
-        line = Line(self._http, self._url, speaker, "main")
+        line = Line(self.http, self.url, speaker, "main")
         talk = self._begun(dice, "main", turns, speaker)
         match dice.choices(["one", "parallel", "team"], [7, 1, 2])[0]:
             case "one":
@@ -207,8 +205,8 @@ class Agent:
                 talks = [replace(talk, name=f"p{n}", turns=2) for n in range(3)]
                 await asyncio.gather(*(self._talk(line, each) for each in talks))
             case "team":
-                helper = Line(self._http, self._url, speaker, "helper", in_path=True)
-                critic = Line(self._http, self._url, Chat(), "critic")
+                helper = Line(self.http, self.url, speaker, "helper", in_path=True)
+                critic = Line(self.http, self.url, Chat(), "critic")
                 await asyncio.gather(
                     self._talk(line, talk),
                     self._talk(helper, replace(talk, name="helper", turns=2)),
@@ -230,7 +228,7 @@ class Agent:
         )
 
     async def _talk(self, line: Line, talk: Talk) -> None:
-        dice = random.Random(f"{self._seed} {talk.name} {talk.turns}")
+        dice = random.Random(f"{self.seed} {talk.name} {talk.turns}")
         try:
             answers = await self._answers(line, talk, dice)
         except Refused as refused:
@@ -287,8 +285,8 @@ class Agent:
         if isinstance(before, str) and dice.random() < 0.3:
             kind, prompt = "own_text", before + given.message["content"] + added
         else:
-            ids = self._encode(before) if isinstance(before, str) else before
-            kind, prompt = "own_ids", ids + given.message["token_ids"] + self._encode(added)
+            ids = self.encode(before) if isinstance(before, str) else before
+            kind, prompt = "own_ids", ids + given.message["token_ids"] + self.encode(added)
         messages = [{"role": "user", "content": prompt}]
         return replace(
             talk, name=name, messages=messages, turns=talk.turns - 1, last=given, kind=kind

@@ -96,27 +96,17 @@ class Proof:
         }
 
 
+@dataclass
 class Bench:
     """Agents, a proxy, a relay, the engine."""
 
-    def __init__(
-        self,
-        proxy: Proxy,
-        url: str,
-        echoes: Relay,
-        format: ChatFormat,
-        engine: OpenAIEngine,
-        http: aiohttp.ClientSession,
-        same_sums_tokens: int,
-    ) -> None:
-        self.proxy = proxy
-        self.echoes = echoes
-        self.format = format
-        self._url = url
-        self._engine = engine
-        self._rescorer = Rescorer(engine)
-        self._http = http
-        self._same_sums_tokens = same_sums_tokens
+    proxy: Proxy
+    url: str
+    echoes: Relay
+    format: ChatFormat
+    engine: OpenAIEngine
+    http: aiohttp.ClientSession
+    same_sums_tokens: int
 
     async def run(
         self, proof: Proof, seeds: Iterable[int], *, at_once: int, rows_at_once: int = 32
@@ -138,7 +128,7 @@ class Bench:
                 attempt = self.proxy.open(
                     attempt_spec(seconds=600.0, agents=["main", "helper", "critic"])
                 )
-                agent = Agent(self._http, f"{self._url}/r/{attempt.key}", seed, self.format.encode)
+                agent = Agent(self.http, f"{self.url}/r/{attempt.key}", seed, self.format.encode)
                 await agent.run()
                 return Record(seed, attempt, agent)
 
@@ -171,7 +161,7 @@ class Bench:
             kwargs = _kwargs(call)
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
             path = "/v1/chat/completions/render"
-            rendered = await self._engine.post(EngineRequest(path, body, "", 60))
+            rendered = await self.engine.post(EngineRequest(path, body, "", 60))
             assert rendered["token_ids"] == self.format.prompt_ids(
                 call.messages, call.tools, kwargs
             )
@@ -182,8 +172,8 @@ class Bench:
 
         async def rescore(record: Record, row: Sequence) -> None:
             async with places:
-                again = await self._rescorer.score(row.tokens)
-            record.compare(proof, row, again, self._same_sums_tokens)
+                again = await Rescorer(self.engine).score(row.tokens)
+            record.compare(proof, row, again, self.same_sums_tokens)
 
         await asyncio.gather(*(rescore(record, row) for record in records for row in record.rows))
 

@@ -25,20 +25,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 MAX_MESSAGE = 1 << 18
 
 
+@dataclass
 class WarmProcess:
     """A command that was started by fork; offers what the tests use of subprocess.Popen."""
 
-    def __init__(self, argv: Sequence[str], pid: int, ended: socket.socket) -> None:
-        self.args = argv
-        self.pid = pid
-        self.returncode: int | None = None
-        self._ended = ended
+    args: Sequence[str]
+    pid: int
+    ended: socket.socket
+    returncode: int | None = None
 
     def poll(self) -> int | None:
         return self._look(0)
@@ -62,9 +63,9 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
     def _look(self, seconds: float | None) -> int | None:
-        if self.returncode is None and select.select([self._ended], [], [], seconds)[0]:
-            self.returncode = int(self._ended.recv(64))
-            self._ended.close()
+        if self.returncode is None and select.select([self.ended], [], [], seconds)[0]:
+            self.returncode = int(self.ended.recv(64))
+            self.ended.close()
         return self.returncode
 
 

@@ -7,6 +7,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -66,13 +67,12 @@ class Outside:
         writer.close()
 
 
+@dataclass
 class House:
-    def __init__(self, proxy: Proxy, server: ProxyServer, outside: Outside) -> None:
-        self.proxy = proxy
-        self.server = server
-        self.outside = outside
-        assert proxy.egress is not None
-        self.egress = proxy.egress
+    proxy: Proxy
+    server: ProxyServer
+    outside: Outside
+    egress: Any
 
     def open(self) -> ProxyAttempt:
         return self.proxy.open(attempt_spec())
@@ -132,7 +132,7 @@ async def house(
         proxy = Proxy(engine, egress=egress)
         server = await serve_proxy(proxy)
         try:
-            yield House(proxy, server, outside)
+            yield House(proxy, server, outside, proxy.egress)
         finally:
             await server.close()
             listener.close()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -29,13 +30,13 @@ OWNER = "0123456789abcdef"
 NOWHERE = "postgresql://user@127.0.0.1:1/name"
 
 
+@dataclass
 class Follower:
     """A server that follows whatever leader is set, and a client of it."""
 
-    def __init__(self, leads: Leadership, url: str, http: httpx.AsyncClient) -> None:
-        self.leads = leads
-        self.url = url
-        self.http = http
+    leads: Leadership
+    url: str
+    http: httpx.AsyncClient
 
     def follow(self, url: str) -> None:
         self.leads.leader = Leader(OWNER, url=url)

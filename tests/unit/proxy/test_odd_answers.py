@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
@@ -46,16 +47,16 @@ REQUESTS: dict[str, Json] = {
 }
 
 
+@dataclass
 class Scripted:
     """An engine that answers what it is told to."""
 
     kind = "openai"
     exact = True
 
-    def __init__(self, answer: Json, chunks: list[Json], *, cut: bool) -> None:
-        self.answer = answer
-        self.chunks = chunks
-        self.cut = cut
+    answer: Json
+    chunks: list[Json]
+    cut: bool
 
     async def post(self, request: EngineRequest) -> Json:
         return copy.deepcopy(self.answer)
