@@ -50,7 +50,7 @@ def test_the_commands_that_are_suggested_can_be_typed(tmp_path: Path) -> None:
         assert done.stdout
 
 
-@pytest.mark.parametrize("mistake", CASES["mistakes"], ids=lambda mistake: str(mistake["new"]))
+@pytest.mark.parametrize("mistake", CASES["mistakes"])
 def test_an_environment_that_cannot_run_is_told_in_a_line(
     tmp_path: Path, mistake: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
