@@ -1,9 +1,9 @@
 """The definition of a sandbox, and its blocking form.
 
 `sandbox/requests.py` has its methods as requests, which are sent by `sandbox/client.py` (over the
-supervisor's socket), `sandbox/machines.py` (to another machine) and `workers/run.py` (over HTTP, in
-a worker). `BlockingSandbox` and `sandbox/maker.py` derive their methods, with their types, from
-`Sandbox`.
+supervisor's socket), `sandbox/machines.py` (to another machine), `sandbox/maker.py` (guarded) and
+`workers/run.py` (over HTTP, in a worker). `BlockingSandbox` derives its methods, with their types,
+from `Sandbox`.
 """
 
 from __future__ import annotations

@@ -167,24 +167,16 @@ def _refused(host: str) -> InputError:
 MAX_NESTING = 100
 _MOST_WRITTEN = 254
 """Levels that `orjson.dumps` writes; it raises for more (orjson's README)."""
-_LITTLE_TEXT = 200
-"""Bytes of JSON for each object or list."""
 
 
 def nests_too_deeply(data: bytes, value: Any) -> bool:
     """Whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
 
-    Where there is little text beside the objects, as in answers with logprobs, writing it inside
-    enough lists to leave MAX_NESTING levels is faster than walking through it.
+    Writing it inside enough lists to leave MAX_NESTING levels is faster than walking through it:
+    answers with logprobs have a hundred objects.
     """
-    brackets = data.count(b"[") + data.count(b"{")
-    if brackets <= MAX_NESTING:
+    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
         return False
-    if brackets * _LITTLE_TEXT < len(data):
-        inner = [value]
-        for _ in range(MAX_NESTING):
-            inner = [part for held in inner for part in _parts(held)]
-        return bool(inner)
     for _ in range(_MOST_WRITTEN - MAX_NESTING):
         value = [value]
     try:
@@ -192,12 +184,6 @@ def nests_too_deeply(data: bytes, value: Any) -> bool:
     except orjson.JSONEncodeError:
         return True
     return False
-
-
-def _parts(value: Any) -> list[Any]:
-    """Returns the lists and objects directly in `value`."""
-    inner = value.values() if isinstance(value, dict) else value
-    return [part for part in inner if isinstance(part, dict | list)]
 
 
 MAX_REFUSAL_BYTES = 64 * 1024

@@ -280,7 +280,7 @@ class CallTask:
                 raise self.failed(error) from None
             raise
         finally:
-            # The task is kept for retries, and a list of ids takes ten times their size.
+            # The task is kept for retries, and ids take much memory.
             self._prompt = PromptPlan()
             if self.request.prompt is not None:
                 self.request.prompt = self._sent.prompt = ""

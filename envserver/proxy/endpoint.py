@@ -185,7 +185,8 @@ class ReadyEngine:
     def folded(self, plan: PromptPlan) -> list[int] | None:
         """Returns the ids of a planned prompt with one token for each image; None: unknown."""
         if plan.ids is not None:
-            return [*map(int, plan.ids)]
+            ids: list[int] = plan.ids.tolist()
+            return ids
         if plan.text is None or self._format is None:
             return None
         return self._format.encode(plan.text)

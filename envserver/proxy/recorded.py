@@ -28,7 +28,7 @@ _LARGE = 1024
 
 class RecordedPrompts:
     """The ids of prompts. One that begins with a whole earlier one is written behind it in the same
-    array; both are views of it. So a conversation takes two or three times its last prompt."""
+    array; both are views of it. So a conversation takes two to five times its last prompt."""
 
     def __init__(self) -> None:
         self._latest: list[_Growing] = []

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.images import ImageSpan
-from envserver_records.records import Call, Message, Tokens, VersionSpan
+from envserver_records.records import Call, Message, VersionSpan
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
 from envserver_records.timings import HookEvent
 from numpy.typing import NDArray
@@ -94,10 +94,9 @@ def _call(
 ) -> Call:
     plan, hooked = context.prompt, [] if choice.hooked is None else [choice.hooked]
     echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-    if echoed is None or echoed is plan.ids:
-        echoed, prompt_ids = None, plan.ids
-    else:
-        prompt_ids = _ids([*echoed])
+    if echoed is plan.ids or isinstance(echoed, np.ndarray):
+        echoed = None
+    prompt_ids = plan.ids if echoed is None else _ids(echoed)
     ids, logprobs = _sampled(engine_answer, choice)
     finish = broken or choice.finish_reason or ""
     size = 0 if ids is None else len(ids)
@@ -121,7 +120,7 @@ def _call(
     images = _images(engine_answer, context, prompt_ids)
     if images is None:
         flags.append("images_unplaced")
-    if echoed is not None and _is_other(_folded([*echoed], images, context), plan.ids):
+    if echoed is not None and _is_other(echoed, images, context):
         flags.append("prompt_mismatch")
     flags.append("undelivered_completion")
     return msgspec.structs.replace(
@@ -175,8 +174,9 @@ def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallCont
     return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
 
 
-def _is_other(echoed: list[Any], planned: Tokens | None) -> bool:
-    return planned is not None and echoed != planned.tolist()
+def _is_other(echoed: list[Any], images: list[ImageSpan] | None, context: CallContext) -> bool:
+    planned = context.prompt.ids
+    return planned is not None and _folded(echoed, images, context) != planned.tolist()
 
 
 def _told_tokens(

@@ -541,7 +541,7 @@ def _problem(answer: httpx.Response) -> EnvserverError:
         hint = str(said.get("hint", ""))
     except (ValueError, KeyError, TypeError, AttributeError):
         kind, message, hint = "", f"HTTP {answer.status_code}: {answer.text[:200]}", ""
-    if answer.status_code in _PASSING:
+    if answer.status_code in _PASSING or answer.status_code > 507:  # of a gateway
         return Unreachable(message)
     if answer.status_code == 404 and kind == "not_found":
         return SessionLost(message)
@@ -569,7 +569,11 @@ def _read(kind: type[T], answer: httpx.Response) -> T:
         if issubclass(kind, BaseModel):
             return kind.model_validate_json(answer.content)
         return unpack(answer.content, kind)
-    except (ValidationError, msgspec.DecodeError) as error:
+    except ValidationError as error:  # its text holds the answer, and so the key
+        fields = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+        message = f"The server's answer is not a {kind.__name__}: {fields or 'not JSON'}."
+        raise ConfigError(message, hint=_SAME_VERSION) from None
+    except msgspec.DecodeError as error:
         message = f"The server's answer is not a {kind.__name__}: {error}."
         raise ConfigError(message, hint=_SAME_VERSION) from error
 

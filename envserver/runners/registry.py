@@ -224,6 +224,7 @@ class RunnerRegistry:
         allowed. Of several, the result names those that are refused.
 
         Args:
+            body: a packed group, or a list of them (`is_list`).
             most_bytes: maximum size of the groups when decompressed.
             still_open: groups the runner has open besides these; None: so many fewer than before.
             begun: groups the runner has begun since it registered.
@@ -398,7 +399,7 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
         malformed single group is refused with 422 and the place of the error; among several, the
         response names the refused groups and the others are stored. `open` and `begun` are as in a
         heartbeat, not counting the posted groups."""
-        return await _accepted(environments, most_bytes, request)
+        return await _accepted(environments, most_bytes, request, still_open, begun)
 
     @router.post(
         _PLACE + "/{env_id}/known",
@@ -445,7 +446,13 @@ def runner_routes(environments: RunnerRegistry, most_bytes: int) -> APIRouter:
 
 def runner_posts(environments: RunnerRegistry, most_bytes: int) -> dict[str, Endpoint]:
     """Returns, by path, endpoints for posts of groups that bypass FastAPI, for speed."""
-    return {_PLACE + "/{env_id}/groups": partial(_accepted, environments, most_bytes)}
+
+    async def post(request: Request) -> Response:
+        counts = map(request.query_params.get, ("open", "begun"))
+        still_open, begun = (None if text is None else int(text) for text in counts)
+        return await _accepted(environments, most_bytes, request, still_open, begun)
+
+    return {_PLACE + "/{env_id}/groups": post}
 
 
 def runner_beats(environments: RunnerRegistry) -> dict[str, Endpoint]:
@@ -460,13 +467,15 @@ async def _heard(environments: RunnerRegistry, request: Request) -> Response:
     return _json(await environments.heartbeat(*session, beat, request.receive))
 
 
-async def _accepted(environments: RunnerRegistry, most_bytes: int, request: Request) -> Response:
+async def _accepted(
+    environments: RunnerRegistry,
+    most_bytes: int,
+    request: Request,
+    still_open: int | None,
+    begun: int | None,
+) -> Response:
     session = request.path_params["env_id"], _key(request)
     environments.authenticate(*session)
-    still_open, begun = (
-        None if text is None else int(text)
-        for text in map(request.query_params.get, ("open", "begun"))
-    )
     body = await request.body()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip()
     if media_type not in (GROUP_MSGPACK, GROUP_LIST_MSGPACK):

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any, Final
 
 from envserver_records.records import Message, text_of
@@ -201,9 +201,13 @@ def tool_texts(arguments: str, result: str) -> Json:
 
 
 def _first_of(listed: list[Json]) -> str:
-    encoded = [_json(one) for one in listed]
-    ends = accumulate(len(text) + 1 for text in encoded)
-    kept = [text for text, end in zip(encoded, ends, strict=True) if end <= MOST_CHARACTERS]
+    kept: list[str] = []
+    size = 0
+    for text in map(_json, listed):
+        size += len(text) + 1
+        if size > MOST_CHARACTERS:
+            break
+        kept.append(text)
     return f"[{','.join(kept)}]"
 
 

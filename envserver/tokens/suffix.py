@@ -3,8 +3,9 @@
 The template says what it writes after the answer (see `tail`). The model has sampled the beginning
 of the tail, up to its end-of-turn token, or was cut off before it; the rest is the suffix. Only the
 tail is encoded, from the end-of-turn token on: text before that token never affects what follows
-it. Anything uncertain is refused: templates that move, drop, repeat or change messages, answers
-whose end is not where the template has it, calls that were cut off.
+it. Where the whole rendering begins with the recorded text, that proves the rest; else anything
+uncertain is refused: templates that move, drop, repeat or change messages, answers whose end is not
+where the template has it, calls that were cut off.
 """
 
 from __future__ import annotations

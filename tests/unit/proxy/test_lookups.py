@@ -83,15 +83,15 @@ async def test_what_is_not_offered_is_refused_in_the_form_of_the_api_meant(home:
 async def test_a_body_that_nests_too_deep_is_refused(home: House) -> None:
     attempt, _ = home.open()
     many = ((90, {200, 400}), (120, {413}), (1000, {413}))
-    for path, (levels, statuses), blanks in product(BODIES, many, (0, 90_000)):
+    for path, (levels, statuses) in product(BODIES, many):
         nested = "[" * levels + "]" * levels
         name, value = {
             "v1/responses": ("metadata", '{"deep": %s}'),
             "v1/messages": ("tools", '[{"name": "add", "input_schema": {"deep": %s}}]'),
         }.get(path, ("stop", "%s"))
-        body = json.dumps(BODIES[path])[:-1] + f', "{name}": {value % nested}{" " * blanks}}}'
+        body = json.dumps(BODIES[path])[:-1] + f', "{name}": {value % nested}}}'
         status, answer = await home.post(attempt.key, path, body.encode())
-        assert status in statuses, (path, levels, blanks)
+        assert status in statuses, (path, levels)
         assert bool(answer.get("error")) == (status != 200)
 
 
