@@ -29,7 +29,8 @@ def demonstrated(
     if isinstance(turns, Mapping):
         own: dict[str | None, list[Message]] = dict(turns.items())
         return own
-    if not isinstance(turns, list | tuple) or not all(isinstance(one, Mapping) for one in turns):
+    turns = [*turns]
+    if not all(isinstance(message, Mapping) for message in turns):
         raise TypeError(f"it must return a list of messages, not {turns!r:.50}")
     if not roles:
         return {None: turns}

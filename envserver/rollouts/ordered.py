@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class _Page:
     tasks: list[Task] = field(default_factory=list)
     by_id: dict[str, Task] = field(default_factory=dict)
     is_whole: bool = False
+    error: Exception | None = None
+    """What ended the reading, for who reads on."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -77,18 +80,28 @@ class TaskIndex:
 
     async def _read_on(self, page: _Page, wanted: int) -> None:
         async with page.reading:
-            count = min(_READ_AT_ONCE, MOST_TASKS - len(page.tasks))
             if page.is_whole or len(page.tasks) >= wanted:
                 return
-            read = await aside(lambda: _take(page.stream, count))
-            page.is_whole = len(read) < count or len(page.tasks) + len(read) >= MOST_TASKS
+            if page.error is not None:
+                raise page.error
+            # The first task may be the one, and each may take long.
+            known = len(page.tasks)
+            count = min(_READ_AT_ONCE, max(1, known), MOST_TASKS - known)
+            read, page.error = await aside(lambda: _take(page.stream, count))
+            ended = len(read) < count and page.error is None
+            page.is_whole = ended or known + len(read) >= MOST_TASKS
             page.tasks += read
             for task in read:
                 page.by_id.setdefault(task.id, task)
 
 
-def _take(stream: Iterator[Task], count: int) -> list[Task]:
-    return [task for _, task in zip(range(count), stream, strict=False)]
+def _take(stream: Iterator[Task], count: int) -> tuple[list[Task], Exception | None]:
+    read: list[Task] = []
+    try:
+        read.extend(itertools.islice(stream, count))
+    except Exception as error:  # noqa: BLE001 - raised once what came before it is used up
+        return read, error
+    return read, None
 
 
 log = structlog.get_logger()

@@ -474,10 +474,10 @@ class ScorerPool:
         try:
             return await scorer.call(function, args, limits or self._limits)
         finally:
+            self._free.put_nowait(scorer)
             judged = scorer.take_judge_usage()
             if spent is not None:
                 spent.add(time.monotonic() - started, judged)
-            self._free.put_nowait(scorer)
 
     async def _close(self) -> None:
         await asyncio.gather(*(scorer.close() for scorer in self._scorers))

@@ -188,10 +188,10 @@ def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memor
         if kind != "atropos":
             raise ValueError(f"its format {kind!r} is unknown")
         line, facts = _decode(bytes(body)), _Facts(group_id, [])
+        return _Reader(line, facts, delivery, policy_version).read()
     except (ValueError, msgspec.DecodeError) as error:
         delivery.find("unreadable", str(error))
         return delivery
-    return _Reader(line, facts, delivery, policy_version).read()
 
 
 def newest_version(data: bytes) -> int:

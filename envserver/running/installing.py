@@ -374,7 +374,7 @@ def _read(path: Path, source: str) -> _Wheel:
             offered = held.entry_points.select(group=ENTRY_POINT_GROUP)
             manifests = [each for each in names if Path(each).name == MANIFEST]
             manifest = archive.read(manifests[0]).decode() if manifests else ""
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, zipfile.BadZipFile) as error:
         raise InputError(f"{source} is not a wheel: {error}") from error
     if not offered:
         raise InputError(

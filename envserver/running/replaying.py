@@ -5,6 +5,7 @@ difference. Programs in sandboxes run again; services answer from the record if 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -227,7 +228,8 @@ def _warn_of_settings(record: Record, environment: Environment) -> None:
 
 
 async def replay(record: Record, spec: RunSpec[ReplaySettings], *, debug: bool = False) -> Replayed:
-    settings, environment = spec.settings, spec.make_environment()
+    settings, make = spec.settings, spec.make_environment
+    environment = make() if debug else await asyncio.to_thread(make)
     _warn_of_settings(record, environment)
     model = str(record.facts.get("model") or "replay")
     player = Player(record.exchanges, model=model, exact=record.exact)

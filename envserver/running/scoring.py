@@ -25,14 +25,13 @@ from contextlib import (
 )
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, Final, NoReturn
 
 import msgspec
 from envserver_records.errors import EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
 from envserver_records.records import Score, Task
 from envserver_records.waiting import in_order
-from pydantic import ValidationError
 
 from ..environment import Environment
 from ..judges.server import JudgeServer
@@ -63,7 +62,13 @@ class TaskFinder:
     async def find(self, task_id: str) -> Task:
         async with self._lock:
             if self._index is None:
-                self._index = TaskIndex(await asyncio.to_thread(self._another))
+                try:
+                    self._index = TaskIndex(await asyncio.to_thread(self._another))
+                except EnvserverError:
+                    raise
+                except (Exception, SystemExit) as error:
+                    what = f"{type(error).__name__}: {error}"
+                    raise InputError(f"The tasks cannot be read: {what}") from error
         split = self._index.environment.config.split
         try:
             (task,) = await self._index.find(split, [task_id])
@@ -75,21 +80,21 @@ class TaskFinder:
 
     def find_here(self, task_id: str) -> Task:
         """For a debugger: what the environment raises is raised as it is."""
-        environment = self._another()
+        environment, seen = self._another(), ""
         split = environment.config.split
         for task in itertools.islice(environment.tasks(split), MOST_TASKS):
             if task.id == task_id:
                 return task
-        raise NotFoundError(f"There is no task {task_id[:100]!r} in the split {split}.")
+            seen = seen or task.id
+        raise NotFoundError(
+            f"There is no task {task_id[:100]!r} in the split {split}.",
+            hint=f"Ids are such as {seen!r}." if seen else "",
+        )
 
     def _another(self) -> Environment:
         kind = type(self._environment)
         values = self._environment.config.model_dump(mode="json") | self._changed
-        try:
-            config = kind.Config.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"The tasks cannot be read: {error}") from error
-        return in_sandboxes_of(self._environment, kind(config))
+        return in_sandboxes_of(self._environment, kind(kind.Config.model_validate(values)))
 
 
 def in_sandboxes_of(opened: Environment, environment: Environment) -> Environment:
@@ -239,18 +244,26 @@ def _lines(source: BinaryIO) -> Iterator[_Line]:
             yield _Line(number, end, data.removeprefix(b"\xef\xbb\xbf") if number == 1 else data)
 
 
+_FORM: Final = (
+    "A row is an object: `task` is a row of a data set (an object) or a task's id (a text), "
+    "`response` is a text, or `messages` a list of objects."
+)
+
+
 def _parsed(data: bytes | None) -> _Row:
     if data is None:
         raise InputError(f"The row is longer than {MAX_LINE_BYTES} bytes.")
     try:
         values = json.loads(data.decode("utf-8"), parse_constant=_refuse_constant)
+        if isinstance(values, dict) and not values.get("messages"):
+            values.pop("messages", None)
         return msgspec.convert(values, _Row)
     except UnicodeDecodeError as error:
         raise InputError(f"The row is not UTF-8: {error.reason} at byte {error.start}.") from error
     except json.JSONDecodeError as error:
         raise InputError(f"The row is not JSON: {error.msg} at character {error.pos}.") from error
     except msgspec.ValidationError as error:
-        raise InputError(f"The row cannot be scored: {error}.") from error
+        raise InputError(f"The row cannot be scored: {error}.", hint=_FORM) from error
     except ValueError as error:
         raise InputError(f"The row is not JSON: {error}") from error
     except RecursionError as error:

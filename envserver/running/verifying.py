@@ -28,6 +28,7 @@ from ..rollouts.audit import (
     share_of,
 )
 from ..rollouts.audit import why_not_comparable as why_not
+from ..rollouts.stream import aside
 from ..settings.config import OpenAIConfig, SimConfig
 from .delivered import Delivery, FileSource, Finding, ServerSource, Source
 from .engines import SIMULATED, started
@@ -173,7 +174,7 @@ async def verify(
 ) -> Report:
     sample, version = parse_sample(settings.sample), settings.policy_version
     if version is None:
-        version = await asyncio.to_thread(source.newest_version)
+        version = await aside(source.newest_version)
     report = Report(settings.tolerance, version)
     rescorer = Rescorer(engine)
     await rescorer.context()  # report an engine that does not answer before reading anything
@@ -215,7 +216,7 @@ async def _chosen(
     kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
     deliveries = source.deliveries()
-    while (delivery := await asyncio.to_thread(next, deliveries, None)) is not None:
+    while (delivery := await aside(lambda: next(deliveries, None))) is not None:
         report.add_delivery(delivery)
         tell(delivery.end / source.size if source.size else None)
         for row in delivery.rows:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from envserver_records.errors import InputError, NotFoundError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..evaluation.comparison import Comparison, TaskPair, compare, task_pairs
 from ..evaluation.folders import RUN_FILE, View, called_alike, read_run
@@ -38,7 +38,7 @@ class ComparisonSearch(BaseModel):
     order: TaskOrder = "worst"
     environment: str = ""
     text: str = ""
-    cursor: int = Field(0, ge=0)
+    cursor: Annotated[int, BeforeValidator(lambda given: given or 0)] = Field(0, ge=0)
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
 

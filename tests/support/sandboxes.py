@@ -54,10 +54,10 @@ async def sandboxes_elsewhere(**config: Any) -> AsyncIterator[Machines]:
         yield machines
 
 
-def archive(**files: bytes) -> bytes:
+def archive(packing: str = "gz", /, **files: bytes) -> bytes:
     """A compressed archive of `files`; a double underscore in a name stands for a slash."""
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+    with tarfile.open(fileobj=data, mode=f"w:{packing}") as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name.replace("__", "/"))
             entry.size = len(content)

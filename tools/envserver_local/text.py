@@ -162,8 +162,11 @@ class Growing:
         if row.finish is not None:
             whole = self._text.answer(row)
         else:
-            whole = self._read_on()
-            whole = whole[: len(whole) - _held(whole, row.sampling.stops)]
+            whole, asked = self._read_on(), row.sampling
+            if len(row.ids) >= asked.min_tokens:  # it ends at the first stop, marked or not yet
+                ends = [whole.find(stop, self._given) for stop in asked.stops]
+                whole = whole[: min((end for end in ends if end >= 0), default=len(whole))]
+            whole = whole[: len(whole) - _held(whole, asked.stops)]
         new = whole[self._given :]
         self._given = max(self._given, len(whole))
         return new

@@ -21,7 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
-from envserver_records import ConflictError, EngineError, EnvserverError, InputError
+from envserver_records import (
+    ConflictError,
+    EngineError,
+    EngineTimeout,
+    EngineUnavailable,
+    EnvserverError,
+    InputError,
+)
 from envserver_records.files import sync_path, sync_tree
 
 from envserver_clients.http import SyncEnvClient
@@ -223,6 +230,8 @@ class PushBase:
             engine.close()
 
     def restore(self) -> list[str]:
+        """Transfers the published weights to engines that lost or failed to take them, or came
+        later; otherwise as `WeightPush.restore`."""
         with self._lock:
             mended = []
             for engine in self._to_restore():
@@ -232,7 +241,9 @@ class PushBase:
                 except WeightsMismatch:
                     raise
                 except EngineError as error:
-                    log.info("%s will be tried again later: %s", engine.url, error)
+                    passes = isinstance(error, EngineUnavailable | EngineTimeout)
+                    level = logging.INFO if passes else logging.WARNING
+                    log.log(level, "%s will be tried again later: %s", engine.url, error)
             return mended
 
     def _to_restore(self) -> Sequence[EngineControl]:

@@ -65,14 +65,16 @@ async def test_groups_of_others_are_counted_when_they_are_stored_once(tmp_path: 
     assert {name: now[Name(f"envserver_stored_{name}", OF_MATH)] for name in wanted} == wanted
 
 
-def test_scalars_are_of_the_time_since_the_last_call() -> None:
-    numbers = TrackedNumbers(4)
+async def test_scalars_are_of_the_time_since_the_last_call() -> None:
+    numbers, tally = TrackedNumbers(4), Tally()
     for tokens in (100, 300):
         event = RolloutScored(
             group_id="g", rollout_id="r", scorable=True, turns=2, completion_tokens=tokens,
             seconds=5, limit="tokens" if tokens == 300 else None,
         )  # fmt: skip
         numbers.observe("math", event)
+        tally.observer("math")(event)
+    assert (await tally.read())["rollouts"]["math", "limit_tokens"] == 1  # an alarm reads it
     delivered(numbers, "math")
     numbers.observe("math", dropped("g", "stale"))
     found = numbers.scalars(10.0)

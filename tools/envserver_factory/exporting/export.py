@@ -51,9 +51,11 @@ class Where:
         self._text = text
         self._body = _parsed(text)
         self._evaluator = _evaluator(self._value)
+        self._known: dict[str, Any] = {}
 
     def __call__(self, rollout: StoredRollout) -> bool:
         self._rollout = rollout
+        self._known = {}
         try:
             return bool(self._evaluator.eval(self._text, previously_parsed=self._body))
         except Exception as error:
@@ -66,8 +68,10 @@ class Where:
     def _value(self, name: ast.Name) -> Any:
         if name.id not in NAMES:
             raise KeyError(name.id)
-        value = getattr(self._rollout, name.id)
-        return _Parts(value) if name.id in _WITH_PARTS else value
+        if name.id not in self._known:
+            value = getattr(self._rollout, name.id)
+            self._known[name.id] = _Parts(value) if name.id in _WITH_PARTS else value
+        return self._known[name.id]
 
 
 def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRollout]:

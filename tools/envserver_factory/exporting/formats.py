@@ -502,7 +502,7 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> list[Vector]:
         """Returns float32[D] for each text, in order; equal texts are computed once."""
         with self._lock:
-            known = {text: self._kept(text) for text in texts}
+            known = {text: self._kept(text) for text in dict.fromkeys(texts)}
             found = {text: vector for text, vector in known.items() if vector is not None}
             new = [text for text in known if text not in found]
             for text, vector in zip(new, self._encoded(new) if new else [], strict=True):
