@@ -207,7 +207,7 @@ class Proxy:
 
     def open(self, spec: AttemptSpec) -> ProxyAttempt:
         # In hex: a command line takes a key that begins with a dash for a flag.
-        attempt = ProxyAttempt(secrets.token_hex(24), spec)
+        attempt = ProxyAttempt(secrets.token_hex(16), spec)
         if spec.harness is not None:
             attempt.flags.add(FOREIGN_AGENT)
         attempt.in_flight = InFlight(

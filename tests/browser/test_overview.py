@@ -60,6 +60,22 @@ def measurements(page: Page) -> int:
     return int(found[1])
 
 
+def test_what_changed_stands_out_in_words(house: PageHouse, visitor: Visitor) -> None:
+    """The first of the file: five minutes after the start its past is out of sight."""
+    page = visitor.page(house.url)
+    changed = page.get_by_role("region", name="What changed")
+    expect(changed).to_contain_text(
+        re.compile("worse The number of failures “engine_unavailable” a minute rose from")
+    )
+    expect(changed).to_contain_text(
+        re.compile(r"worse The reward of code fell from 0\.5\d* to 0\.")
+    )
+    expect(changed).to_contain_text("The server started again.")
+    expect(changed).not_to_contain_text("reward of math")  # it rose as slowly as all the hour
+    failed = page.get_by_role("figure").filter(has=page.get_by_role("heading", name="Failed"))
+    expect(failed).to_contain_text("changed")
+
+
 def test_pages_are_clean_in_light_dark_and_small(house: PageHouse, visitor: Visitor) -> None:
     page = visitor.page(house.url)
     for look, size in {"light": None, "dark": None, "small": SMALL}.items():
@@ -85,21 +101,6 @@ def test_counters_that_begin_again_do_not_fall(house: PageHouse, visitor: Visito
     expect(page).to_have_url(re.compile("x=version"))
     versions = page.locator("caption", has_text="Reward in numbers")
     expect(versions).to_have_text(re.compile(r": ([5-9]|1\d) measurements"))
-
-
-def test_what_changed_stands_out_in_words(house: PageHouse, visitor: Visitor) -> None:
-    page = visitor.page(house.url)
-    changed = page.get_by_role("region", name="What changed")
-    expect(changed).to_contain_text(
-        re.compile("worse The number of failures “engine_unavailable” a minute rose from")
-    )
-    expect(changed).to_contain_text(
-        re.compile(r"worse The reward of code fell from 0\.5\d* to 0\.")
-    )
-    expect(changed).to_contain_text("The server started again.")
-    expect(changed).not_to_contain_text("reward of math")  # it rose as slowly as all the hour
-    failed = page.get_by_role("figure").filter(has=page.get_by_role("heading", name="Failed"))
-    expect(failed).to_contain_text("changed")
 
 
 def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
