@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
 from api_load import asked, judge, megabytes, show, table
 from bench_proxy import House, choose_cores
-from proxy_load import agents, by_turns, cpu_seconds, pin
+from proxy_load import agents, by_turns, cpu_seconds
 
 WINDOW = 10
 
@@ -42,13 +42,12 @@ async def measured(house: House, engine: str, words: Any) -> list[Any]:
 
 
 def main() -> None:
-    words, cores = asked(__doc__, turns=180, conversations=4, new_tokens=1100), choose_cores()
+    words = asked(__doc__, turns=180, conversations=4, new_tokens=1100)
     shown = table("A long conversation", "turns", "tokens", "CPU ms a call", "MB", left=0)
     with ExitStack() as stack:
-        house = House(stack, cores)
+        house = House(stack, choose_cores())
         engine, _ = house.start_engine()
         house.start(["tokens"], engine)
-        pin(cores.load)
         rows = uvloop.run(measured(house, engine, words))
     for turn, cpu, memory in rows:
         tokens = 1000 + turn * (words.new_tokens + calls.ANSWER_TOKENS)
