@@ -23,15 +23,15 @@ _ENGINES_OWN = ("default", None)
 def demonstrated(
     environment: Environment, task: Task, roles: Mapping[str, bool]
 ) -> dict[str | None, list[Message]]:
-    turns = environment.demonstration(task)
-    if not turns:
+    given = environment.demonstration(task)
+    if not given:
         return {}
-    if isinstance(turns, Mapping):
-        own: dict[str | None, list[Message]] = dict(turns.items())
+    if isinstance(given, Mapping):
+        own: dict[str | None, list[Message]] = dict(given.items())
         return own
-    turns = [*turns]
+    turns = [*given]
     if not all(isinstance(message, Mapping) for message in turns):
-        raise TypeError(f"it must return a list of messages, not {turns!r:.50}")
+        raise TypeError(f"it must return a list of messages, not {given!r:.50}")
     if not roles:
         return {None: turns}
     return {name: turns for name, trained in roles.items() if trained}

@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import copy_context
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.packing import pack
-from envserver_records.records import Group
 from envserver_records.tasks import Split, Task
 
 from ..environment import Environment
 from ..tools.calling import place_of
+
+if TYPE_CHECKING:
+    from envserver_records.records import Group
 
 T = TypeVar("T")
 
@@ -39,6 +41,9 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def group(self, **facts: Any) -> Group:
         """Returns the group that was made of it."""
+        # Imports numpy, which scorer processes do without.
+        from envserver_records.records import Group
+
         return Group(
             group_id=self.group_id,
             index=self.index,
