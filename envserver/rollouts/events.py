@@ -175,8 +175,6 @@ def _written(value: str) -> Iterator[str]:
 
 
 _LONGEST_MESSAGE = 1000
-_SAME_ERRORS = 3
-"""An error may come from what the model said; not where it ends each of so many attempts."""
 _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 """Errors of code that knows the hidden part of the task, and may quote it."""
 
@@ -212,17 +210,19 @@ class GroupFailures:
         """Returns the failed attempts of rollout `number`, the latest ones in order."""
         return self._failed[number][-MOST_ATTEMPTS:]
 
-    def marking(self, attempt: Callable[[int], Awaitable[T]]) -> Callable[[int], Awaitable[T]]:
-        """Returns `attempt`; its error is marked as a bug of the environment if an exception of its
-        code, always the same, has ended all attempts of the group so far, and not only one or
-        two."""
+    def marking(
+        self, attempt: Callable[[int], Awaitable[T]], group_size: int
+    ) -> Callable[[int], Awaitable[T]]:
+        """Returns `attempt`; its error is marked as a bug of the environment, which is not tried
+        again, if one exception of its code has ended all attempts of the group, two of each
+        rollout: it comes from the code, not from what the model said."""
 
         async def marked(deaths: int) -> T:
             try:
                 return await attempt(deaths)
             except RolloutError as error:
                 self._errors[error.message] += 1
-                is_all = len(self._errors) == 1 and self._errors.total() >= _SAME_ERRORS
+                is_all = len(self._errors) == 1 and self._errors.total() >= 2 * group_size
                 place = error.detail.get("place")
                 if place is not None and is_all and not (self.scored or is_bug(error)):
                     bug = f"A bug in the environment: {error.message} {place}"

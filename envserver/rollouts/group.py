@@ -203,7 +203,10 @@ async def _rollout(
     with root(context.tracer, "task", about), contextlib.suppress(RolloutError):
         return await _retried(
             context,
-            failures.marking(partial(_try_rollout, context, request, number, failures)),
+            failures.marking(
+                partial(_try_rollout, context, request, number, failures),
+                context.environment.config.group_size,
+            ),
             lambda error, again: failures.add(number, error, final=not again),
             lambda: failures.scored,
         )

@@ -53,7 +53,7 @@ from ..sandbox.maker import SandboxAddress
 from ..sandbox.opening import WatchedSandboxes
 from ..tools.calling import place_of
 from ..workers import linux
-from ..workers.failures import bug_of
+from ..workers.failures import bug_of, may_be_bug
 from .rewards import (
     RewardRules,
     checked_score,
@@ -377,7 +377,11 @@ def _failure_of(error: BaseException) -> Failure:
         blame=Blame.ENVIRONMENT,
         outcome=Outcome.RETRY,
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]} {place_of(error)}",
-        detail={"traceback": trace, "place": "", **bug_of(error)},  # it is in the message
+        detail={
+            "traceback": trace,
+            **({"place": ""} if may_be_bug(error) else {}),  # it is in the message
+            **bug_of(error),
+        },
     )
 
 

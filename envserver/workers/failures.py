@@ -48,10 +48,16 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {
             "traceback": _traceback(error, own_file),
-            **({} if ours else {"place": place_of(error)}),
+            **({"place": place_of(error)} if may_be_bug(error) else {}),
             **bug_of(error),
         },
     }
+
+
+def may_be_bug(error: BaseException) -> bool:
+    """Whether a mistake in the environment's code may have raised it: it is a plain exception of
+    Python, not of a library nor of the system."""
+    return type(error).__module__ == "builtins" and not isinstance(error, OSError)
 
 
 def ended_by(error: BaseException) -> AgentError:

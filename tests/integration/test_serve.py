@@ -216,7 +216,7 @@ def test_named_tasks_get_their_rollouts_in_order_once_also_over_a_kill(tmp_path:
         rows = [one.sequences[0] for group in made for one in group if one is not None]
         assert len(rows) == 6 and all(row.mask.any() for row in rows)
         assert ids(client.rollouts("math", named, group_size=2, key="step-1")) == ids(made)
-        for name, task, words in (("nowhere", named[0], "nowhere"), ("math", "x", "no task x")):
+        for name, task, words in (("nowhere", named[0], "nowhere"), ("math", "x", "no task 'x'")):
             with pytest.raises(NotFoundError, match=words):
                 client.rollouts(name, [task])
         assert not [one for one in client.list_groups() if one.state != "dropped"]  # no run's
