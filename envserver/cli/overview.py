@@ -193,7 +193,7 @@ async def shown(
             rows.append((time.monotonic(), await numbers()))
 
     async def drawn(draw: Callable[[Overview], T]) -> T:
-        """Of many environments, this takes long: not on the event loop."""
+        """Takes long with many environments: not for the event loop."""
         await look()
         seen, texts = [*rows] or [(0.0, {})], alarms()
         return await asyncio.to_thread(lambda: draw(Overview(seen, texts)))

@@ -1,4 +1,4 @@
-"""What flags, variables and files give becomes the values of settings: old names, unknown names,
+"""Turns flags, variables and files into the values of settings: old names, unknown names,
 the variables of OpenAI's clients. `command_line` reads the sources and validates the result.
 
 All mistakes are reported in one ConfigError, one line each, with the flag, variable or file:line
@@ -51,7 +51,7 @@ def once(warn: Callable[[str], None]) -> Callable[[str], None]:
 
 @dataclass(frozen=True)
 class Sources:
-    """What the command line, `.env` and variables give, and the file of --config."""
+    """The values from the command line, `.env`, variables and the file of --config."""
 
     flags: list[Given]
     variables: list[Given]

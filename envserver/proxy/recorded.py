@@ -34,7 +34,7 @@ class RecordedPrompts:
         self._latest: list[_Growing] = []
 
     def share(self, ids: Tokens) -> Tokens:
-        """Returns equal ids, which nobody may write to."""
+        """Returns equal ids, which are read-only."""
         growing = next((each for each in self._latest if each.begins(ids)), None) or _Growing(ids)
         latest = [each for each in self._latest if each is not growing]
         self._latest = [growing, *latest[: _COMPARED - 1]]

@@ -94,7 +94,7 @@ def _call(
 ) -> Call:
     plan, hooked = context.prompt, [] if choice.hooked is None else [choice.hooked]
     echoed = engine_answer.prompt_ids if choice.prompt_ids is None else choice.prompt_ids
-    if echoed is plan.ids or isinstance(echoed, np.ndarray):
+    if isinstance(echoed, np.ndarray):  # the plan's own: the engine saw what was sent
         echoed = None
     prompt_ids = plan.ids if echoed is None else _ids(echoed)
     ids, logprobs = _sampled(engine_answer, choice)

@@ -175,6 +175,7 @@ def _written(value: str) -> Iterator[str]:
 
 
 _LONGEST_MESSAGE = 1000
+_LEAST_ERRORS = 8
 _SAW_HIDDEN = (ScorerError, JudgeError, Unscorable)
 """Errors of code that knows the hidden part of the task, and may quote it."""
 
@@ -214,15 +215,17 @@ class GroupFailures:
         self, attempt: Callable[[int], Awaitable[T]], group_size: int
     ) -> Callable[[int], Awaitable[T]]:
         """Returns `attempt`; its error is marked as a bug of the environment, which is not tried
-        again, if one exception of its code has ended all attempts of the group, two of each
-        rollout: it comes from the code, not from what the model said."""
+        again, if the same exception has ended all attempts of the group so far, two for each
+        rollout and at least eight: fewer may come from what the model said."""
+
+        enough = max(_LEAST_ERRORS, 2 * group_size)
 
         async def marked(deaths: int) -> T:
             try:
                 return await attempt(deaths)
             except RolloutError as error:
                 self._errors[error.message] += 1
-                is_all = len(self._errors) == 1 and self._errors.total() >= 2 * group_size
+                is_all = len(self._errors) == 1 and self._errors.total() >= enough
                 place = error.detail.get("place")
                 if place is not None and is_all and not (self.scored or is_bug(error)):
                     bug = f"A bug in the environment: {error.message} {place}"

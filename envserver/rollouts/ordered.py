@@ -41,7 +41,7 @@ class _Page:
     by_id: dict[str, Task] = field(default_factory=dict)
     is_whole: bool = False
     error: Exception | None = None
-    """What ended the reading, for who reads on."""
+    """Why no more tasks can be read; raised when more are needed."""
     reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 

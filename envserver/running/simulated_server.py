@@ -1,4 +1,4 @@
-"""What the simulated engine knows of an environment: its demonstrations, by their questions."""
+"""Gives the simulated engine the demonstrations of an environment, by their questions."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def of_each(items: Mapping[str, T], **values: Callable[[T], Any]) -> dict[str, d
 
 
 class Meter:
-    """What a part counts itself, by the names of its measurements."""
+    """The counts that a part keeps, by the names of their measurements."""
 
     def __init__(self, *names: str) -> None:
         self.values: dict[str, Counts | Labelled] = {

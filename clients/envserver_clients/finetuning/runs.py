@@ -173,7 +173,7 @@ _NOT_OF_THE_RESULT: Final = frozenset(
 
 @dataclass(frozen=True)
 class TrainerData:
-    """What a trainer is made of, beside its settings; `folder`: for its checkpoints."""
+    """The parts of a trainer, besides its settings; `folder`: for its checkpoints."""
 
     tokenizer: Any
     train: Any
