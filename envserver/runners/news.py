@@ -198,8 +198,9 @@ _LONGEST_UNSEEN_SECONDS: Final = 1.0
 _SHORTEST_UNSEEN_SECONDS: Final = 0.02
 """Between two looks at what trainers have taken; the clocks of silence and of extra capacity move
 by themselves."""
-_CHEAP_SECONDS: Final = 0.001
-"""CPU time of a deal that is made anew for every request."""
+_FEW_PARTICIPANTS: Final = 50
+_SECONDS_EACH: Final = 3e-5
+"""A deal among more than a few serves for so long for each of them: twenty times what it costs."""
 
 
 class RunnerNews:
@@ -339,17 +340,17 @@ class RunnerNews:
 
     def _current_deal(self, asking: Participant) -> Deal:
         """Returns a deal in which `asking` takes part. With many runners, where dealing takes long,
-        one deal serves for a while: dealing takes a twentieth of the time at most.
+        one deal serves for a while: dealing takes about a twentieth of the time at most.
 
         A silent runner counts for none; when it returns with its open groups, the limit is exceeded
         for a moment."""
         deal, name = self._deal, asking.share.name
         if deal is None or name not in deal or time.monotonic() >= self._deal_at + self._deal_lasts:
-            before = time.thread_time()
-            deal = self._deal = self.shared.deal(self._everyone(asking))
-            cost = time.thread_time() - before
+            everyone = self._everyone(asking)
+            deal = self._deal = self.shared.deal(everyone)
+            count = len(everyone)
+            self._deal_lasts = _SECONDS_EACH * count if count > _FEW_PARTICIPANTS else 0.0
             self._deal_at = time.monotonic()
-            self._deal_lasts = 20 * cost if cost > _CHEAP_SECONDS else 0.0
         return deal
 
     def _everyone(self, asking: Participant) -> list[Participant]:

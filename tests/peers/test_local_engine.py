@@ -182,8 +182,8 @@ def test_what_is_delivered_is_what_it_sampled(engine: Local, tmp_path: Path) -> 
     assert ran.returncode == 0, ran.stderr
     ran = envserver("verify", "out.jsonl", *words, "--json", folder=tmp_path)
     report = json.loads(ran.stdout)
-    assert (ran.returncode, report["groups"], report["findings"]) == (0, 2, [])
-    assert report["compared"]["tokens"] > 20
+    assert (ran.returncode, report["findings"]) == (0, [])
+    assert report["compared"]["rows"] == 8
 
 
 @pytest.mark.parametrize(
