@@ -204,19 +204,19 @@ async def derendered(
     The endpoint decodes all ids that it is given, but a chat answer's text ends before its end
     token and its stop string, so these are removed first. Sets each choice's `finish_reason` to
     that of a chat answer, which the endpoint leaves out. `reasons`: the engine separates reasoning
-    from content.
+    from content. Only the last message is sent again: parsers read tools and options, and the
+    prompt's ids (vllm/renderers/online_derenderer.py).
     """
     texts = [await _text_ids(session, body, choice) for choice in choices]
     # The endpoint refuses empty answers; in a chat answer their content is null or empty.
     nothing = None if reasons else ""
     messages: list[Message] = [{"role": "assistant", "content": nothing} for _ in choices]
-    asked = [place for place, ids in enumerate(texts) if ids]
-    if asked:
+    if said := [place for place, ids in enumerate(texts) if ids]:
         answer = await session.post(
             DERENDER,
             {
                 "model": body.get("model"),
-                "chat_request": body,
+                "chat_request": {**body, "messages": body["messages"][-1:]},
                 "generate_response": {
                     "prompt_token_ids": prompt_ids,
                     "choices": [
@@ -225,12 +225,12 @@ async def derendered(
                             "token_ids": texts[place],
                             "finish_reason": choices[place].get("finish_reason"),
                         }
-                        for index, place in enumerate(asked)
+                        for index, place in enumerate(said)
                     ],
                 },
             },
         )
-        for place, choice in zip(asked, choices_of(answer, len(asked), _WHERE), strict=True):
+        for place, choice in zip(said, choices_of(answer, len(said), _WHERE), strict=True):
             messages[place] = require(choice, "message", dict, _WHERE)
             if not isinstance(messages[place].get("tool_calls"), list | None):
                 raise EngineGarbage(f"{_WHERE} holds tool_calls that are not a list.")
@@ -248,8 +248,8 @@ async def _text_ids(session: EngineSession, body: ChatBody, choice: dict[str, An
     if not choice["text"]:
         return []
     # The text was cut, perhaps within a token, so it is tokenised again.
-    asked = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
-    return require_ids(await session.post(TOKENIZE, asked), "tokens", _CUT)
+    text = {"model": body.get("model"), "prompt": choice["text"], "add_special_tokens": False}
+    return require_ids(await session.post(TOKENIZE, text), "tokens", _CUT)
 
 
 def _finish_reason(body: ChatBody, choice: dict[str, Any], message: Message) -> str | None:
@@ -333,8 +333,8 @@ class TokensClient:
     async def _request(
         self, session: EngineSession, body: ChatBody, planned: Ids
     ) -> tuple[ChatBody, SentPrompt]:
-        urls = urls_of(body.get("messages") or [])
-        digests = [one.sha256 for one in await facts_of_all(urls)]
+        images = await facts_of_all(urls_of(body.get("messages") or []))
+        digests = [image.sha256 for image in images]
         request = None
         if planned is not None and not self._grids.lack(digests):
             request = self._cache.request(body, planned)
