@@ -188,6 +188,9 @@ class Sequence(msgspec.Struct, kw_only=True):
         sampling: how the trained tokens were sampled; empty in rows of older versions.
         images: those among the tokens, in order; their bytes are in `Group.images`.
         experts: of its first tokens, at least of all before the last trained one; None: unknown.
+        follows: position in its trajectory of the row that it follows, because the agent started a
+            new conversation with a summary (compaction); None: of none.
+        share: part of its agent's reward that it gets; 0: it is not trained.
     """
 
     tokens: Tokens
@@ -201,6 +204,8 @@ class Sequence(msgspec.Struct, kw_only=True):
     sampling: list[SamplingSpan] = msgspec.field(default_factory=list)
     images: list[ImageSpan] = msgspec.field(default_factory=list)
     experts: RoutedExperts | None = None
+    follows: int | None = None
+    share: float = 1.0
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -176,6 +176,8 @@ def with_totals(score: Score, agents: Mapping[str, bool]) -> Score:
 
 
 Split = Literal["train", "validation", "test"]
+CompactionRewards = Literal["same", "last", "length"]
+"""How rows that follow each other by compaction get the reward of their rollout."""
 
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""

@@ -86,8 +86,8 @@ def _show(console: Console, report: EnvironmentReport) -> None:
         console.print(table(_PLAYS, map(_play, report.plays), right=right, **look))
     for title, lines in sections(report).items():
         console.say("\n".join([f"{title}:", *(f"  {line}" for line in lines), ""]))
-    for problem in report.problems:
-        console.say(problem)
+    for finding in (*report.notes, *report.problems):
+        console.say(finding)
     if report.scoring is not None:
         limit = report.scoring.limit_cpu_seconds
         console.say(f"A score takes {cost_of(report.scoring)} (limit {limit:g} s).")
@@ -258,8 +258,8 @@ def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:
             yield f"{names.get(one.way, one.way)}, played", _distribution(one)
     if report.scoring is not None:
         yield "a score takes", cost_of(report.scoring)
-    for problem in report.problems:
-        yield "problem", problem
+    yield from (("note", note) for note in report.notes)
+    yield from (("problem", problem) for problem in report.problems)
 
 
 def _as_expected(kinds: list[Kind]) -> str:

@@ -96,6 +96,8 @@ class _Shared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     started_at: float = 0.0
     attempts: list[FailedAttempt] = []
     printed: list[Printed] = []
+    follows: list[int | None] = []
+    shares: list[float] = []
 
 
 class StoredRollout(_Shared, frozen=True, kw_only=True, eq=False):

@@ -164,6 +164,8 @@ def _row(row: Sequence) -> dict[str, Any]:
         "agent": row.agent,
         "flags": row.flags,
         "path": row.path,
+        "follows": row.follows,
+        "share": row.share,
         "sampling": msgspec.to_builtins(row.sampling),
     }
 

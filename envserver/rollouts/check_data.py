@@ -65,6 +65,7 @@ class Played(msgspec.Struct, kw_only=True):
     solved: int = 0
     wrong: list[Wrong] = msgspec.field(default_factory=list)
     turns: int = 0
+    compacted: int = 0
     limits: Counter[str] = msgspec.field(default_factory=Counter)
     seconds: float = 0.0
 
@@ -122,7 +123,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     Args:
         whole: these are all tasks of the split.
         without_gold: ids of tasks for which no right result is known.
-        problems: what is wrong with the tasks or the rewards, as text.
+        problems: what is wrong with the tasks or the rewards, as text; notes: what is good to know.
         reward_range: lowest and highest reward, and the least of a solved task; None: infinite.
     """
 
@@ -138,6 +139,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
     scoring: ScoringCost | None = None
     demonstrations_solve: bool = True
     data: DataReport
+    notes: list[str] = msgspec.field(default_factory=list)
 
     @property
     def ok(self) -> bool:

@@ -157,6 +157,9 @@ async def check(
         done += len(part)
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
+    compacted = sum(one.compacted for one in played.plays)
+    rule = f"--env.compaction_rewards {environment.config.compaction_rewards}"
+    note = f"{compacted} played rollouts summarised their history: {rule} rewards their rows."
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,
@@ -169,6 +172,7 @@ async def check(
         reward_range=_shown_range(environment),
         demonstrations_solve=environment.demonstrations_solve,
         data=msgspec.structs.replace(data, whole=len(listed) <= most_rows),
+        notes=[note] if compacted else [],
     )
 
 

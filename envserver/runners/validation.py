@@ -112,7 +112,7 @@ def _check_trajectory(one: Trajectory, group: Group, place: str) -> None:
     if not one.sequences:
         _refuse(f"{place}.sequences", "is empty: no token of it was recorded")
     for number, row in enumerate(one.sequences):
-        _check_row(row, f"{place}.sequences[{number}]")
+        _check_row(row, len(one.sequences), f"{place}.sequences[{number}]")
 
 
 def _check_json(group: Group) -> None:
@@ -129,7 +129,7 @@ def _check_json(group: Group) -> None:
             _refuse(place, f"holds what is not JSON ({error})")
 
 
-def _check_row(row: Row, place: str) -> None:
+def _check_row(row: Row, rows: int, place: str) -> None:
     length = row.tokens.size
     for (name, dtype), column in zip(COLUMNS.items(), _columns_of(row), strict=True):
         if column.dtype != dtype:
@@ -140,6 +140,8 @@ def _check_row(row: Row, place: str) -> None:
         _refuse(f"{place}.tokens", "is empty")
     if not row.path:
         _refuse(f"{place}.path", "is empty")
+    if not 0 <= row.share <= 1 or not 0 <= (row.follows or 0) < rows:
+        _refuse(f"{place}.share", "is not a share, or follows a row that is missing")
     end = 0
     for number, span in enumerate(row.sampling):
         fits = end <= span.start < span.end <= length

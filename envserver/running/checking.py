@@ -225,6 +225,8 @@ class _Plays:
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
+        rows = finished.trajectory.sequences
+        played.compacted += any(row.follows is not None for row in rows)
         played.seconds += finished.trajectory.usage.seconds
         if finished.result.limit is not None:
             played.limits[finished.result.limit] += 1

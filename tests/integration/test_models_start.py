@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from support.cases import cases_of
 from support.commands import running, typed, until
 from support.process_tree import alive
 from support.waiting import PATIENCE
@@ -19,28 +20,7 @@ from envserver import Settings, main
 from envserver.cli.command_line import CommandSpec
 from envserver.running.run_settings import ServeSettings
 
-_SCRIPT = """#!{python}
-import http.server, json, os, subprocess, sys, pathlib
-folder = pathlib.Path({folder!r})
-if "-c" in sys.argv:
-    print(json.dumps({{"there": True, "version": "0.32.0", "cpu": True}}))
-    raise SystemExit
-if (folder / "broken").exists():
-    raise SystemExit((folder / "broken").read_text())
-beside = subprocess.Popen(["sleep", "1000"])
-with (folder / "pids").open("a") as pids:
-    pids.write(f"{{os.getpid()}} {{beside.pid}}\\n")
-(folder / "words").write_text(json.dumps(sys.argv[1:]))
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *args):
-        pass
-port = int(sys.argv[sys.argv.index("--port") + 1])
-http.server.HTTPServer.allow_reuse_address = True
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
+_SCRIPT = cases_of(__file__)["script"]
 
 
 def scripted_vllm(folder: Path) -> Path:

@@ -12,6 +12,7 @@ import orjson
 import pytest
 from envserver_clients.http import SyncEnvClient
 from support.api import REGISTRATION
+from support.cases import cases_of
 from support.commands import Running, served
 from support.waiting import PATIENCE
 
@@ -139,24 +140,7 @@ def test_rollouts_in_flight_that_became_too_old_end_and_are_counted(tmp_path: Pa
 
 # What flags keep from training: the run says so, and offers no further such groups.
 
-FORMAL = '''
-from envserver import Environment, Score, Task
-
-class Formal(Environment):
-    """Its agent asks twice, once for an answer that a grammar holds to JSON."""
-
-    def tasks(self, split):
-        for number in range(6):
-            yield Task(f"t{number}", {}, {})
-
-    async def rollout(self, task, run):
-        said = [{"role": "user", "content": "How much is 2 + 2?"}]
-        await run.chat(said, response_format={"type": "json_object"})
-        return (await run.chat(said)).content
-
-    def score(self, task, result):
-        return Score(reward=0.5)
-'''
+FORMAL = cases_of(__file__)["formal"]
 UNTRAINED = (
     "--env formal.py --model sim --sim.latency_seconds 0 --env.group_size 2 --workers.processes 1"
     " --rollouts.max_concurrent 2 --tokens.untrained_window_groups 2"

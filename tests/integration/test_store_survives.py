@@ -12,7 +12,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,39 +32,7 @@ CASES = cases_of(__file__)
 
 # Killed
 
-_WRITER = textwrap.dedent(
-    """
-    import asyncio, hashlib, sys
-    from envserver.store import GroupPut, open_store
-
-    def body(name):
-        return hashlib.shake_128(name.encode()).digest(20_000) + name.encode() * 2_000
-
-    async def write(store, writer):
-        for index in range(100_000):
-            name = f"w{writer}-{index}"
-            await store.put([GroupPut(group_id=name, env="e", format="group", body=body(name),
-                                      size=1, tokens=1, max_length=1)])
-            print("put", name, flush=True)
-
-    async def train(store):
-        await store.create_run("trainer", batch_size=1)
-        while True:
-            lease = await store.lease("trainer", max_groups=1, seconds=3600)
-            if lease is not None:
-                print("leased", lease.groups[0].group_id, flush=True)
-                await store.ack(lease.lease_id)
-                print("acked", lease.groups[0].group_id, flush=True)
-            await asyncio.sleep(0.005)
-
-    async def main():
-        async with open_store(sys.argv[1]) as store:
-            await asyncio.gather(train(store), *(write(store, writer) for writer in range(6)))
-
-    if __name__ == "__main__":
-        asyncio.run(main())
-    """
-)
+_WRITER = CASES["writer"]
 
 
 async def test_kill_9_loses_nothing_that_was_accepted(where: str) -> None:

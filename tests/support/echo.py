@@ -3,6 +3,7 @@
 Not in the file of tests: each worker and scorer would import all that the tests need.
 """
 
+import asyncio
 from typing import Any
 
 from envserver import Environment, Score, Task
@@ -39,3 +40,30 @@ class AnyIds(Echo):
     def tasks(self, split: str) -> Any:
         for task_id in IDS:
             yield Task(task_id, {"word": "word"}, {"word": "word"})
+
+
+SYSTEM = {"role": "system", "content": "Work."}
+
+
+class Compacting(Echo):
+    """Summarises twice. A sub-agent with its system message runs in between, another one beside."""
+
+    async def rollout(self, task: Any, run: Any) -> Any:
+        async def say(talk: list[Any], *texts: str) -> None:
+            talk += [{"role": "user", "content": text} for text in texts]
+            answer = await run.chat(talk)
+            talk.append({"role": "assistant", "content": answer.content})
+
+        main, helper, beside = [SYSTEM], [SYSTEM], [SYSTEM]
+        await say(main, "Solve it.")
+        await say(helper, "Look it up.")
+        await say(helper, "Once more.")
+        await say(main, "Go on.")
+        main = [SYSTEM]
+        await say(main, "Half of it is solved.")
+        await asyncio.gather(say(main, "Go on."), say(beside, "Draw it."))
+        await say([SYSTEM], "Half of it is solved.", "Now most of it.")
+        return run.rollout_id[-1]
+
+    def score(self, task: Any, result: Any) -> Score:
+        return Score(reward=float(result.output))

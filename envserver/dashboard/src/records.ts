@@ -123,6 +123,9 @@ export interface RowFacts {
   agent: string | null;
   flags: string[];
   path: number[];
+  /** The row that it follows by compaction, and its part of the reward. */
+  follows?: number | null;
+  share?: number;
 }
 
 export interface Action {

@@ -14,6 +14,7 @@ from envserver_environments.tau.evaluation import pass_hat_ks, read_verdicts, ve
 from envserver_environments.tau.speaking import assistant_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.extent import examples
 from support.scripted_run import ScriptedRun, calls, played, says
 from support.tau_todo import todo_list
@@ -30,6 +31,7 @@ from envserver import (
 )
 from envserver.judges.client import ScorerJudge
 
+CASES = cases_of(__file__)
 LINE = {"customer_id": "C21", "line_id": "L21"}
 
 
@@ -92,21 +94,10 @@ async def test_the_assistants_model_sees_nothing_of_the_customers_side() -> None
     assert not find_domain("mini_telecom", None, with_tasks=False).tasks  # what a worker reads
 
 
-BROKEN: dict[str, tuple[tuple[str, str], str]] = {
-    "no JSON": (("get_data_usage", "{"), "not a JSON object"),
-    "half a letter": (("get_details_by_id", '{"id": "\\ud800"}'), "not a JSON object"),
-    "a key twice": (("get_details_by_id", '{"id": 1, "id": 2}'), "not a JSON object"),
-    "deep": (("get_details_by_id", '{"id":' + "[" * 9999), "not a JSON object"),
-    "too many": (("get_details_by_id", '{"id": "C21", "x": 1}'), "unexpected keyword"),
-    "of the customer": (("toggle_data", "{}"), "Tool 'toggle_data' not found"),
-    "without a name": (("", ""), "Tool '' not found"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("name", CASES["broken"])
 async def test_broken_calls_are_answered_and_counted(name: str) -> None:
-    made, expected = BROKEN[name]
-    turns = [calls(made), *PHONE.demonstration(DATA_LEFT)["agent"]]
+    tool, begins, deep, expected = CASES["broken"][name]
+    turns = [calls((tool, begins + "[" * deep)), *PHONE.demonstration(DATA_LEFT)["agent"]]
     output, score, _ = await talk(PHONE, DATA_LEFT, turns)
     result = next(m for m in output["messages"] if m["role"] == "tool")
     assert result["error"] and expected in result["content"]
@@ -114,24 +105,19 @@ async def test_broken_calls_are_answered_and_counted(name: str) -> None:
 
 
 LOOK = assistant_calls(("get_data_usage", LINE))
-THINKS = "<think>Is it 9 gigabyte?</think> You have 4.6 gigabyte left."
-ENDS: dict[str, tuple[list[Message], str, float]] = {
-    "thoughts are not heard": ([LOOK, says(THINKS)], "user_stop", 1.0),
-    "only thought": ([LOOK, says("<think>4.6 gigabyte"), says("")], "agent_error", 0.0),
-    "cut off": ([LOOK, says("You have 4.6 gigabyte", finish="length")], "cut_off", 0.0),
-    "no more turns": ([LOOK], "limit", 0.0),
-    "words beside a call": ([{**LOOK, "content": "4.6 gigabyte left"}], "limit", 0.0),
-    "within a number": ([LOOK, says("You have 14.6 gigabyte left.")], "user_stop", 0.0),
-    "it stops by itself": ([LOOK, says(STOP)], "limit", 0.0),
-    "too many errors": ([calls(("x", "{}"))] * 10, "too_many_errors", 0.0),
-    "too many words": ([LOOK] * 60, "max_steps", 0.0),
-    "the customer gives up": ([LOOK, *[says("Hm.")] * 9], "user_stop", 0.0),
+SAID = {
+    "LOOK": LOOK,
+    "LOOK AND SAY": {**LOOK, "content": "4.6 gigabyte left"},
+    "CUT OFF": says("You have 4.6 gigabyte", finish="length"),
+    "NO TOOL": calls(("x", "{}")),
+    "STOP": says(STOP),
 }
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", CASES["ends"])
 async def test_how_conversations_end_and_what_they_are_worth(name: str) -> None:
-    turns, ending, reward = ENDS[name]
+    ending, reward, *told = CASES["ends"][name]
+    turns = [SAID.get(text) or says(text) for text, times in told for _ in range(times)]
     output, score, run = await talk(PHONE, DATA_LEFT, turns)
     assert (output["ending"], score.reward, score.error) == (ending, reward, None)
     assert run.metrics == ({"dropped_words_assistant": 1.0} if "beside" in name else {})

@@ -165,27 +165,7 @@ def test_results_stand_beside_the_baselines(evaluate: Run) -> None:
     assert tasks[0] == tasks[1]
 
 
-FAILING = '''
-from envserver import Environment, Score, Task
-
-class Failing(Environment):
-    """The first task is lost, of the others one attempt each."""
-
-    class Config(Environment.Config):
-        all: bool = False
-
-    def tasks(self, split):
-        for n in range(3):
-            yield Task(f"t-{n}", {"first": n == 0})
-
-    async def rollout(self, task, run):
-        if self.config.all or task.public["first"] or run.rollout_id.endswith("r0"):
-            raise RuntimeError("no such tool")
-        return "done"
-
-    def score(self, task, result):
-        return Score(reward=1.0)
-'''
+FAILING = cases_of(__file__)["failing"]
 FAIL = "--env failing.py --rollouts.max_attempts 1"
 
 

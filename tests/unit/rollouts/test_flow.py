@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from envserver_records import errors
 from envserver_records.errors import (
     AgentError,
     AllFailed,
@@ -23,14 +24,13 @@ from envserver_records.errors import (
     Stale,
     TooMuchUntrained,
     WorkerDied,
-    WorkerError,
     WorkerGarbage,
-    WorkerHung,
 )
 from envserver_records.records import Call, VersionSpan
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.api import native_group, requested
+from support.cases import cases_of
 from support.extent import examples
 from support.forests import call
 from support.serving import attempt_spec
@@ -63,6 +63,7 @@ from envserver.settings.section import EnvironmentConfig
 from envserver.tokens.builder import build
 from envserver.tokens.flags import Actions
 
+CASES = cases_of(__file__)
 VERSIONS = st.integers(-1, 20)
 MOST = st.none() | st.integers(0, 6)
 KINDS = ("engine_unavailable", "agent_error", "unscorable", "straggler", "stale")
@@ -242,32 +243,14 @@ def ended(
     return attempt
 
 
-@pytest.mark.parametrize(
-    ("attempt", "limit"),
-    [
-        (ended(None), None),
-        (ended(None, limit="turns"), "turns"),
-        (ended(None, REFUSED), None),
-        (ended(LIMITED), "turns"),
-        (ended(RAISED, limit="turns"), "turns"),
-        (ended(None, AWAY), EngineUnavailable),
-        (ended(RAISED), AgentError),
-        (ended(RAISED, AWAY), EngineUnavailable),
-        (ended(RAISED, REFUSED), EngineRefused),
-        (ended(LIMITED, AWAY, limit="turns"), EngineUnavailable),
-        (ended(GONE), SandboxLost),
-        (ended(None, sandbox=GONE), SandboxLost),
-        (ended(RAISED, sandbox=NO_ROOM), SandboxUnavailable),
-        (ended(LIMITED, limit="time", sandbox=NO_ROOM), SandboxUnavailable),
-        (ended(RAISED, AWAY, sandbox=GONE), EngineUnavailable),
-        (ProxyAttempt("key", attempt_spec()), WorkerGarbage),
-    ],
-)
-def test_what_is_the_models_is_scored_and_nothing_else(attempt: ProxyAttempt, limit: Any) -> None:
+@pytest.mark.parametrize("case", CASES["ended"], ids=" ".join)
+def test_what_is_the_models_is_scored_and_nothing_else(case: list[str]) -> None:
+    *names, outcome = case
+    posted, engine, limit, sandbox = (globals().get(name) or name or None for name in names)
     try:
-        assert ending_limit(attempt) == limit
+        assert ending_limit(ended(posted, engine, limit, sandbox)) == (outcome or None)
     except RolloutError as error:
-        assert type(error) is limit
+        assert type(error).__name__ == outcome
 
 
 @pytest.mark.parametrize("posted", [RAISED, WorkerGarbage("?"), REFUSED, None])
@@ -330,30 +313,19 @@ def test_a_worker_may_call_its_facts_as_it_likes() -> None:
     with pytest.raises(AgentError) as caught:
         ending_limit(attempt)
     assert caught.value.detail == {"message": "m", "hint": "h"}
+    with pytest.raises(WorkerGarbage):
+        ending_limit(ProxyAttempt("key", attempt_spec()))
 
 
-KILLED = WorkerDied("killed", signal="SIGKILL")
-HUNG = WorkerHung("It went on after it was cancelled.")
-
-
-@pytest.mark.parametrize(
-    ("death", "limit"),
-    [
-        (KILLED, "crash"),
-        (WorkerDied("gone", exit_code=0), "crash"),
-        (HUNG, "time"),
-        (WorkerDied("gone", exit_code=70), "crash"),
-        (WorkerDied("the machine had no memory", signal="SIGKILL", out_of_memory=True), None),
-        (WorkerDied("another one's", signal="SIGKILL", mate=True), None),
-        (WorkerDied("nobody saw it"), None),
-        (WorkerGarbage("?"), "crash"),
-    ],
-)
-def test_who_ends_its_worker_is_scored_ours_not(death: WorkerError, limit: str | None) -> None:
+@pytest.mark.parametrize(("name", "facts", "limit"), CASES["deaths"])
+def test_who_ends_its_worker_is_scored_ours_not(
+    name: str, facts: dict[str, Any], limit: str | None
+) -> None:
+    death, limit = getattr(errors, name)("gone", **facts), limit or None
     assert limit_of_death(death, spoke=True, overdue=True) == limit
     assert limit_of_death(death, spoke=False, overdue=True) is None
     early = limit_of_death(death, spoke=True, overdue=False)
-    assert early == ("crash" if death is HUNG else limit)
+    assert early == ("crash" if name == "WorkerHung" else limit)
     tries = Tries()
     tries.add(death)
     assert blames_model(RolloutsConfig(), tries.deaths) == (limit is not None)

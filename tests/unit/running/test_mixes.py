@@ -11,6 +11,7 @@ import pytest
 from envserver_clients.http import SyncEnvClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.commands import Running, group_ids, read_jsonl, running, until
 from support.extent import examples
 from support.in_process import Run
@@ -129,27 +130,7 @@ async def test_a_turn_that_is_given_up_is_another_s() -> None:
     assert await asyncio.wait_for(a.take(2), PATIENCE)
 
 
-ECHO = """
-from envserver import Environment, Score, Task
-
-class {name}(Environment):
-    class Config(Environment.Config):
-        tasks_in_all: int = 1000
-        broken: bool = False
-        word: str = "plain"
-
-    def tasks(self, split):
-        for n in range(self.config.tasks_in_all):
-            yield Task(f"{{n}}", {{"question": f"Say {{n}}."}}, {{"answer": str(n)}})
-
-    async def rollout(self, task, run):
-        if self.config.broken:
-            raise ValueError("no such tool")
-        return (await run.chat([{{"role": "user", "content": "hi"}}])).content
-
-    def score(self, task, result):
-        return Score(reward=0.5, metrics={{"word": float(self.config.word == "own")}})
-"""
+ECHO = cases_of(__file__)["echo"]
 SIM = "--model sim --sim.latency_seconds 0 --workers.processes 1 --workers.heartbeat_seconds 60"
 
 

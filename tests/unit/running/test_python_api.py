@@ -21,7 +21,6 @@ import httpx
 import msgspec
 import orjson
 import pytest
-from envserver_clients import SyncEnvClient
 from envserver_records import Group, pack, unpack
 from envserver_records.records import chained, digest_after, is_intact, link_of, sealed
 from hypothesis import given, settings
@@ -253,17 +252,6 @@ async def test_a_cancelled_run_ends() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-def test_a_server_hands_out_groups_while_its_block_runs(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"store": str(tmp_path / "groups.db"), "server": {"port": 0}}
-    with envserver.serve(Echo, model="sim", env={"group_size": 2}, **settings) as server:
-        with SyncEnvClient(server.url, run="trainer", batch_size=1) as client:
-            batch = client.lease(wait_seconds=60)
-            assert batch is not None and len(batch.rows) == 2
-            client.ack(batch, checkpoint="step-1")
-        served = server.stop()
-    assert served.ending == "stopped"
 
 
 @pytest.mark.thorough

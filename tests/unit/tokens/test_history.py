@@ -105,87 +105,26 @@ THOUGHT = said("It is 4.", reasoning="Two and two.")
 WORKED = said("", reasoning="Work it out.", tool_calls=[call({"expression": "2 + 2"})])
 RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "content": "4"}
 NO_THINKING = {"enable_thinking": False}
-EDITED = {"ids": None, "edge": "root", "refusal": "assistant_edited", "flags": ["assistant_edited"]}
-PREFILLED = {"edge": "root", "refusal": "ends_with_assistant", "flags": []}
-STRIPPED = {"edge": "root", "refusal": "think_stripped", "flags": ["think_stripped"]}
-LOST = {"parent": 0, "flags": ["reasoning_dropped_answer_lost", "think_kept"]}
+SPOKEN = {"NEXT": NEXT, "THOUGHT": THOUGHT, "WORKED": WORKED, "RESULT": RESULT} | {
+    "ALL THOUGHT": said(None, reasoning="It is 4."),
+    "NOTHING": said(None),
+    "CALLED": said("", tool_calls=WORKED["tool_calls"]),
+}
+CASES = cases_of(__file__)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "answer", "how", "outcomes"),
-    [
-        pytest.param(
-            *("chatml", {}, "x = 1\n", {"sampled": "x = 1\nObs:", "stop_reason": "Obs:"}),
-            [([said("x = 1\n"), NEXT], {"parent": 0, "edge": "lossy_detok"})],
-            id="a stop string that stays away is still in the tokens",
-        ),
-        pytest.param(
-            *("chatml", {}, "x = a", {"sampled": "x = assistant", "stop_reason": "s"}),
-            [
-                ([said("x ="), NEXT], {"parent": None}),
-                *(
-                    ([said(text), NEXT], {"parent": 0})
-                    for text in ("x = a", "x = as", "x = assist")
-                ),
-            ],
-            id="the last token may say more than the stop string or say that twice",
-        ),
-        pytest.param(
-            *("chatml", {"edits": ["exact"]}, "It is 4. ", {}),
-            [
-                *(
-                    ([said(text), NEXT], EDITED)
-                    for text in ("It is 5. ", "It is 4.", "It is 4. Right?", "")
-                ),
-                ([said("It is 4. "), NEXT], {"edge": "exact"}),
-            ],
-            id="edited answers are not continued",
-        ),
-        pytest.param(
-            *("chatml", {}, "It is 4.", {}),
-            [([said("It is 4.")], PREFILLED), ([said("It is")], EDITED)],
-            id="a prefill is a root",
-        ),
-        pytest.param(
-            *("thinking", {}, THOUGHT, {"sampled": written("thinking", THOUGHT)}),
-            [([THOUGHT, NEXT], STRIPPED), ([said("It is 4."), NEXT], STRIPPED)],
-            id="reasoning that the template drops begins a new sequence",
-        ),
-        pytest.param(
-            *("thinking", {}, WORKED, {"sampled": written("thinking", WORKED), "tools": [tool()]}),
-            [
-                ([WORKED, RESULT], {"edge": "exact"}),
-                (
-                    [said("", tool_calls=WORKED["tool_calls"]), RESULT],
-                    {"refusal": "think_stripped"},
-                ),
-            ],
-            id="reasoning between tool calls is continued where it is sent back",
-        ),
-        pytest.param(
-            *(
-                "chatml",
-                {"think": "keep"},
-                said(None, reasoning="It is 4."),
-                {"sampled": "It is 4."},
-            ),
-            [([said(None), NEXT], LOST)],
-            id="an answer that was all reasoning is told when it is lost",
-        ),
-    ],
-)
-def test_an_answer_that_comes_back(
-    name: str,
-    settings: dict[str, Any],
-    answer: Any,
-    how: dict[str, Any],
-    outcomes: list[tuple[list[Message], dict[str, Any]]],
-) -> None:
-    here = talk(name, **settings)
-    here.ask([USER], answer, **how)
-    for sent_back, expected in outcomes:
-        plan = here.plan([USER, *sent_back], how.get("tools"))
-        assert {key: getattr(plan, key) for key in expected} == expected
+@pytest.mark.parametrize("case", CASES["comes_back"])
+def test_an_answer_that_comes_back(case: str) -> None:
+    form, answer, settings, how, outcomes = CASES["comes_back"][case]
+    message = SPOKEN.get(answer, answer)
+    how = {"sampled": written(form, message), "tools": [tool()]} | how if form != "chatml" else how
+    here = talk(form, **settings)
+    here.ask([USER], message, **how)
+    for expected, *sent_back in outcomes:
+        messages = [SPOKEN.get(text) or said(text) for text in sent_back]
+        plan = here.plan([USER, *messages], how.get("tools"))
+        wanted = {key: None if value == "none" else value for key, value in expected.items()}
+        assert {key: getattr(plan, key) for key in wanted} == wanted
 
 
 def test_what_text_cannot_say_is_kept() -> None:

@@ -16,6 +16,7 @@ from envserver_records.experts import RoutedExperts, experts_from
 from envserver_records.images import ImageSpan
 from envserver_records.records import Call, Sequence, VersionSpan
 from msgspec.structs import replace
+from support.cases import cases_of
 from support.forests import END, NEWLINE, call, calls_of, talk
 
 from envserver.tokens import invariants
@@ -71,31 +72,29 @@ def floats(*values: float) -> np.ndarray:
     return np.array(values, np.float32)
 
 
+def trained_again(calls: list[Call], rows: list[Sequence]) -> None:
+    put("mask", slice(1, 3), 1, row=1)(calls, rows)
+    put("logprobs", slice(1, 3), calls[0].logprobs, row=1)(calls, rows)
+
+
+def another_past(calls: list[Call], rows: list[Sequence]) -> None:
+    """The second row has the turns that it shares, but the first as mere context."""
+    put("calls", slice(1, 3), -1, row=1)(calls, rows)
+    put("versions", slice(1, 3), -1, row=1)(calls, rows)
+    row_with(1, path=[1, 3])(calls, rows)
+
+
 CHANGES: dict[str, tuple[int, Make, Callable[..., object]]] = {
-    "a sampled token": (1, forked, put("tokens", 1, 99)),
-    "a token of the context": (4, forked, put("tokens", 0, 99)),
-    "a token of shared context": (4, forked, put("tokens", 0, 99, row=1)),
-    "an earlier answer in context": (4, forked, put("tokens", 1, 99, row=1)),
-    "a trained token masked": (3, forked, put("mask", 1, 0)),
-    "context trained": (3, forked, put("mask", 0, 1)),
-    "a mask of two": (3, forked, put("mask", 1, 2)),
+    name: (invariant, globals()[make], globals()[change](*values, **fields))
+    for name, (invariant, make, change, values, fields) in cases_of(__file__).items()
+}
+CHANGES |= {
+    "a shared answer trained again, with its logprobs": (1, forked, trained_again),
+    "another past of a shared answer": (8, forked, another_past),
     "a mask too short": (3, forked, row_with(mask=np.zeros(3, np.uint8))),
     "a shared answer trained again": (2, forked, put("mask", slice(1, 3), 1, row=1)),
     "a row left out": (1, forked, lambda calls, rows: rows.pop()),
     "a row given twice": (1, forked, lambda calls, rows: rows.append(rows[0])),
-    "a logprob of a row": (2, forked, put("logprobs", 1, -7.0)),
-    "another call's token": (3, forked, put("calls", 1, 1)),
-    "an unknown call in the path": (3, forked, row_with(path=[0, 1, 9])),
-    "an inexact call in the path": (3, forked, call_with(1, exact=False)),
-    "a path backwards": (8, forked, row_with(path=[1, 0, 2])),
-    "a path across agents": (8, forked, call_with(1, agent="b")),
-    "a path across models": (8, forked, call_with(1, model="n")),
-    "a row of another agent": (8, forked, row_with(agent="b")),
-    "a path that ends early": (4, forked, row_with(path=[0, 1])),
-    "no path": (4, forked, row_with(path=[])),
-    "a version of a row": (7, forked, put("versions", 1, 5)),
-    "a version of context": (7, forked, put("versions", 0, 5)),
-    "a flag left out": (7, in_two_versions, row_with(flags=[])),
     "a logprob that is none": (2, talk, call_with(logprobs=floats(-1, np.nan))),
     "a logprob of a certain miss": (2, talk, call_with(logprobs=floats(-1, -np.inf))),
     "a positive logprob": (2, talk, call_with(logprobs=floats(-1, 0.5))),
@@ -109,24 +108,6 @@ CHANGES: dict[str, tuple[int, Make, Callable[..., object]]] = {
     "experts of the last token": (12, routed, row_with(experts=experts_of(11))),
     "calls out of order": (10, talk, lambda calls, rows: calls.reverse()),
     "calls of one number": (10, talk, lambda calls, rows: calls.append(calls[-1])),
-}
-
-
-def trained_again(calls: list[Call], rows: list[Sequence]) -> None:
-    put("mask", slice(1, 3), 1, row=1)(calls, rows)
-    put("logprobs", slice(1, 3), calls[0].logprobs, row=1)(calls, rows)
-
-
-def another_past(calls: list[Call], rows: list[Sequence]) -> None:
-    """The second row has the turns that it shares, but the first as mere context."""
-    put("calls", slice(1, 3), -1, row=1)(calls, rows)
-    put("versions", slice(1, 3), -1, row=1)(calls, rows)
-    row_with(1, path=[1, 3])(calls, rows)
-
-
-CHANGES |= {
-    "a shared answer trained again, with its logprobs": (1, forked, trained_again),
-    "another past of a shared answer": (8, forked, another_past),
 }
 
 

@@ -17,6 +17,7 @@ from envserver_tools.calling import (
     use_tool,
 )
 from envserver_tools.sandboxed import PRELOAD, read_patch, sandbox_tools
+from support.cases import cases_of
 from support.sandboxes import sandboxes
 
 from envserver import ConfigError, Sandbox, Sandboxes, SandboxLimits, SandboxSpec
@@ -285,27 +286,7 @@ ln -s /etc/passwd tolink; mkfifo other; mkdir __pycache__; echo > __pycache__/a.
 printf b > $'bad\377name'; git init -q nested; echo n > nested/n
 truncate -s 60M large; mkdir -p $(printf 'd/%.0s' $(seq 900))
 """
-PLANT = r"""
-cd /work/repo; evil='touch /work/OWNED'; mkdir hooks
-for k in core.fsmonitor core.pager diff.external core.sshCommand diff.evil.command \
-  diff.evil.textconv filter.evil.clean filter.evil.smudge filter.evil.process; do
-  git config $k "$evil"; done
-for h in post-index-change pre-commit; do
-  printf '#!/bin/sh\ntouch /work/OWNED\n' | tee hooks/$h > .git/hooks/$h
-  chmod +x hooks/$h .git/hooks/$h; done
-printf '* filter=evil diff=evil text eol=crlf working-tree-encoding=UTF-16\n' |
-  tee .git/info/attributes /work/attributes > .gitattributes
-printf '*\n' | tee .git/info/exclude > /work/exclude
-printf "[core]\nfsmonitor = $evil\n[diff]\nexternal = $evil\n" > /work/.gitconfig
-git config core.hooksPath /work/repo/hooks; git config core.attributesFile /work/attributes
-git config core.excludesFile /work/exclude; git config diff.noprefix true
-git config color.ui always; git config core.autocrlf true; git config core.fileMode false
-git config diff.context 0; git config core.symlinks false; git config core.worktree /work/no
-printf '#!/bin/sh\ntouch /work/OWNED\n' | tee git > /work/git; chmod +x git /work/git
-rm -f /work/OWNED
-GIT_DIR=/work/repo/.git GIT_WORK_TREE=/work/repo /usr/bin/git diff > /dev/null 2>&1 || true
-rm /work/OWNED  # so the traps do spring
-"""
+PLANT = cases_of(__file__)["plant"]
 APPLY = r"""
 rm -f /work/.gitconfig; cd /work/pristine; git apply ../the.patch
 diff -r --no-dereference -x .git /work/repo . || true

@@ -20,7 +20,8 @@ export function Tokens({ path, answer }: { path: string; answer: RolloutAnswer }
           {rows.map((one, n) => (
             <button key={n} aria-pressed={n === row} onClick={() => setQuery({ row: n, token: null })}>
               row {n}
-              {one.agent && `, ${visible(one.agent)}`} <span class="dim">{amount(one.length)}</span>
+              {one.agent && `, ${visible(one.agent)}`}
+              {one.follows != null && `, follows row ${one.follows}`} <span class="dim">{amount(one.length)}</span>
             </button>
           ))}
         </div>

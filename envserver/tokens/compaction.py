@@ -1,0 +1,105 @@
+"""Marks the rows that follow others by compaction, and shares the reward of a rollout among them.
+
+An agent that summarises its history starts a new conversation, and so a new row. A conversation
+holds all calls whose messages continue each other, however often they were rendered anew. It
+follows another one of the same agent and model only where the record leaves no doubt:
+
+- it began after the last call of the other, which nothing continues and nothing else follows;
+- it neither continues nor repeats the other;
+- it begins with the same user message; or it has the same system message and tools, and the other
+  had several turns and did not end with a tool call, which may have started a sub-agent, and no
+  third conversation runs from before both until after the beginning of the later one: both may be
+  its sub-agents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from envserver_records.records import Call, Message, Sequence
+from envserver_records.tasks import CompactionRewards
+
+_SETUP = ("system", "developer")
+
+
+def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRewards) -> None:
+    """Sets `follows` and `share` of the rows of one rollout; `calls` are in order of commit."""
+    owners, talks = _conversations(rows, calls)
+    ends = [talk[-1].started_at + talk[-1].seconds for talk in talks]
+    earlier: dict[int, int] = {}
+    heads = [*range(len(talks))]  # the first conversation of all that each one follows
+    for late, (first, *_) in enumerate(talks):
+        likely = [
+            (same_task, ends[early], early)
+            for early in range(late)
+            if ends[early] <= first.started_at
+            and early not in earlier.values()
+            and (same_task := _same_task(talks[early], first)) is not None
+            and (
+                same_task
+                or not any(
+                    talks[heads[outer]][0].started_at < talks[early][0].started_at
+                    and ends[outer] > first.started_at
+                    for outer in range(len(talks))
+                )
+            )
+        ]
+        if likely:
+            earlier[late] = max(likely)[2]
+            heads[late] = heads[earlier[late]]
+    trained: Counter[int] = Counter()
+    for row in rows:
+        trained[heads[owners[row.path[0]]]] += int(row.mask.sum())
+    for row in rows:
+        owner = owners[row.path[0]]
+        if owner in earlier and row.path[0] == talks[owner][0].index:
+            last = talks[earlier[owner]][-1].index
+            row.follows = next(number for number, other in enumerate(rows) if last in other.path)
+        if rule == "last" and owner in earlier.values():
+            row.share = 0.0
+        elif rule == "length" and heads.count(heads[owner]) > 1:
+            row.share = int(row.mask.sum()) / trained[heads[owner]]
+
+
+def _conversations(
+    rows: list[Sequence], calls: list[Call]
+) -> tuple[dict[int, int], list[list[Call]]]:
+    """Returns the calls of each conversation, and its number by the first call of each row."""
+    roots = {index: row.path[0] for row in rows for index in row.path}
+    owners: dict[int, int] = {}
+    talks: list[list[Call]] = []
+    for call in calls:
+        if call.index in roots:
+            owner = owners.get(roots[call.index])
+            if owner is None:
+                known = (n for n, talk in enumerate(talks) if _continues(call, talk[-1]))
+                owner = owners[call.index] = next(known, len(talks))
+                talks += [[]] if owner == len(talks) else []
+            talks[owner].append(call)
+    return owners, talks
+
+
+def _continues(call: Call, earlier: Call) -> bool:
+    said = _part(earlier)
+    return bool(said) and _part(call)[: len(said)] == said and _agent(call) == _agent(earlier)
+
+
+def _same_task(talk: list[Call], first: Call) -> bool | None:
+    """Returns whether `first` begins with the same user message as `talk`, or only has its system
+    message and tools; None: it does not follow `talk`."""
+    said, begins = _part(talk[-1]), _part(first)
+    if _agent(talk[0]) != _agent(first) or said[: len(begins)] == begins:
+        return None
+    setups = [(_part(call, setup=True), call.tools) for call in (talk[0], first)]
+    ended = len(talk) > 1 and not talk[-1].message.get("tool_calls")
+    same_task = said[:1] == begins[:1]
+    return same_task if same_task or (ended and setups[0] == setups[1] != ([], [])) else None
+
+
+def _agent(call: Call) -> tuple[str | None, str]:
+    return call.agent, call.model
+
+
+def _part(call: Call, *, setup: bool = False) -> list[Message]:
+    """Returns the system messages of a request, or all others."""
+    return [one for one in call.messages if (one.get("role") in _SETUP) == setup]
