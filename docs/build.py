@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "build" / "docs"
-LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+LINK = re.compile(r"(?:\]\(|src(?:set)?=\")(?!https?:|mailto:|#)([^)#\"\s]+)")
 REFERENCE = {
     "envserver": "What an environment's author and a user of the Python API import.",
     "envserver_clients": "What a trainer imports.",

@@ -35,6 +35,8 @@ from envserver_records.records import Sequence as TokenSequence
 from proxy_load import cpu_seconds
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.api import ENVIRONMENT as ENVIRONMENT_OF_ATROPOS
 from support.api import REGISTRATION, registration
 from support.commands import free_port, running, until
@@ -231,12 +233,21 @@ def _trajectory(rollout_id: str, row: dict[str, list[Any]]) -> Trajectory:
     return trajectory(rollout_id, sequence, task_id="task", env=ENVIRONMENT, messages=[])
 
 
-def renumbered(body: bytes, index: int) -> bytes:
-    """The packed group `body` at another place of its stream, as it is posted."""
-    group = unpack(body, Group)
-    group.index = index
-    group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
-    return messages.compressed(pack(group))
+@cache
+def packed_bodies(tokens: int) -> list[bytes]:
+    """Sixteen groups of 8 x `tokens`, packed."""
+    return [packed(index, GROUP_SIZE, tokens).body for index in range(16)]
+
+
+def posts(tokens: int, first: int, count: int) -> list[bytes]:
+    """Packed groups at `count` places of their stream, from `first`, as they are posted."""
+    made = []
+    for index in range(first, first + count):
+        group = unpack(packed_bodies(tokens)[index % 16], Group)
+        group.index = index
+        group.group_id = stream_group_id(stream_prefix(ENVIRONMENT, "train", 0), index, "task")
+        made.append(messages.compressed(pack(group)))
+    return made
 
 
 @cache

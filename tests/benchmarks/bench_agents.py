@@ -24,16 +24,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvloop
+from api_load import cpu_below, peak_megabytes
 from smolagents import CodeAgent, LogLevel, Model
 from smolagents.models import ChatMessage, MessageRole
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from api_load import cpu_below, peak_megabytes
 from support.gaia_standin import ZOO, scripted
 
 from envserver import WorkersConfig

@@ -4,8 +4,7 @@
 
 Both servers get the same bytes from the same clients in another process. What counts is CPU of the
 server process (its threads and kernel calls too) for each post, fetch and status call, the best of
-several rounds. Ours
-answers a post when the group is on disk; theirs keeps it in memory.
+several rounds. Ours answers a post when the group is on disk; theirs keeps it in memory.
 
 Exits with 1 when a budget is missed. --alone measures ours without the other one, and judges
 nothing.
@@ -21,12 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import GROUP_SIZE, HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
 from envserver_clients.http import EnvClient
+from rich.table import Table
 
 from envserver.store import GroupPut
 
@@ -146,16 +143,12 @@ async def measure_native(server: Server, size: Size) -> load.Costs:
 async def measure_packed(server: Server, size: Size) -> load.Costs:
     """Posts of packed groups, as environments of ours make them on other machines."""
     costs = load.Costs(server)
-    bodies = {
-        tokens: [load.packed(n, GROUP_SIZE, tokens).body for n in range(16)]
-        for tokens in (SHORT, LONG)
-    }
     async with load.Wire(server.url) as wire:
         await wire.join()
         first = 0
         for tokens, at_once in product((SHORT, LONG), AT_ONCE * size.rounds):
             count = size.packed_posts * at_once
-            posts = [load.renumbered(bodies[tokens][n % 16], first + n) for n in range(count)]
+            posts = load.posts(tokens, first, count)
             first += count
             case = f"{PACKED} 8 x {tokens}, {at_once} at once"
             await costs.measure(case, count, wire.post_packed(posts, at_once))

@@ -15,17 +15,14 @@ import contextlib
 import json
 import ssl
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import Server
+from rich.table import Table
 from support.commands import free_port, running, until
 
 PACKED_AT_ONCE = 16
@@ -74,7 +71,6 @@ def make_certificate(place: Path) -> None:
 
 async def compare(servers: Pair, posts: int, tokens: int, costs: list[load.Costs]) -> None:
     """The costs of each operation at the leader and at the follower."""
-    packed = [load.packed(index, load.GROUP_SIZE, tokens).body for index in range(16)]
     made = 0
     for server, of_both in zip((servers.leader, servers.follower), costs, strict=True):
         async with load.Wire(server.url, servers.tls) as client:
@@ -82,9 +78,8 @@ async def compare(servers: Pair, posts: int, tokens: int, costs: list[load.Costs
             await client.join()
             for _ in range(max(1, posts // BATCH)):
                 await load.post_and_fetch(client, of_both, tokens, BATCH)
-            numbered = [load.renumbered(packed[n % 16], made + n) for n in range(posts)]
+            posting = client.post_packed(load.posts(tokens, made, posts), PACKED_AT_ONCE)
             made += posts
-            posting = client.post_packed(numbered, PACKED_AT_ONCE)
             await of_both.measure(f"packed post, {PACKED_AT_ONCE} at once", posts, posting)
 
 

@@ -23,14 +23,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.pool import AsyncResult
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
-import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
+import msgspec
 from api_load import Server, ours
 from envserver_clients.http import EnvClient
 from envserver_records.records import Group, pack, unpack

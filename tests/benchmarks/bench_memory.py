@@ -12,14 +12,11 @@ has grown for each. Exits with 1 when a budget is missed.
 import asyncio
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from api_load import judge, megabytes
 from support import gaia_standin, worker_standin
 from support.process_tree import descendants
@@ -33,7 +30,6 @@ from envserver.workers import Assignment, LocalPool, WorkerSandbox
 POOLED, WALLED, GROUPS = 128, 8, 20_000
 POOLED_BUDGET_MB, WALLED_BUDGET_MB, GROUP_BUDGET_KB = 2.0, 12.0, 1.0
 _CODES = ("x = 6", "import time\nopen('up', 'w')\ntime.sleep(60)")
-
 
 private_mb = functools.partial(megabytes, "Private_")
 

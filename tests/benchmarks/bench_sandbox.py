@@ -2,9 +2,8 @@
 
     python tests/benchmarks/bench_sandbox.py [--backend auto] [--executions 300] [--only WORDS]
 
-Each row is measured one, two and sixteen at a time; CPU is that of all processes together (this one
-too).
-Rates on a shared machine swing; CPU and the ratios of one run are what to compare.
+Each row is measured one, two and sixteen at a time; CPU is that of all processes together. Rates on
+a shared machine swing; CPU and the ratios of one run are what to compare.
 """
 
 import asyncio
@@ -17,13 +16,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import asked, cpu_below, show
 from api_load import table as columned
+from rich.table import Table
 from support.sandboxes import sandboxes
 
 from envserver import Sandboxes, SandboxSpec
@@ -146,10 +142,10 @@ def table(rows: dict[str, Measured], title: str) -> Table:
     headings = ("p50 ms", "p99 ms", "per second", "CPU ms")
     shown = columned(title, "what", *(heading + each for heading in headings))
     for name, one in rows.items():
-        cells = [f"{{:.{digits}f}}" for digits in (1, 1, 0, 1)]
+        columns = ((one.p50, 1), (one.p99, 1), (one.per_second, 0), (one.cpu, 1))
         texts = [
-            " / ".join(cell.format(column[at_a_time]) for at_a_time in AT_A_TIME)
-            for cell, column in zip(cells, (one.p50, one.p99, one.per_second, one.cpu), strict=True)
+            " / ".join(f"{value:.{digits}f}" for value in column.values())
+            for column, digits in columns
         ]
         shown.add_row(name, *texts)
     return shown

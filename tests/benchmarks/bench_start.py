@@ -8,18 +8,14 @@ when a least is over its budget.
 """
 
 import os
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import asked, body_of, judge, show
 from api_load import table as columned
-from support.commands import ENVSERVER, environment_variables, until
+from support.commands import running
 from support.process_tree import cpu_seconds, descendants
 
 _SERVER: Final = ("--port", "0")
@@ -43,28 +39,17 @@ CASES: Final = (
 
 def seconds(words: tuple[str, ...]) -> float:
     """CPU of one start, in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [str(ENVSERVER), *words],
-                cwd=folder,
-                env=environment_variables(),
-                stdout=output,
-                stderr=output,
-            )
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-start-") as folder,
+        running(*words, folder=Path(folder), shell=False) as process,  # as users do: not forked
+    ):
         if not set(_SERVER) <= set(words):
             _, status, used = os.wait4(process.pid, 0)
-            assert status == 0, log.read_text()
+            assert status == 0, process.output()
             return used.ru_utime + used.ru_stime
-        try:
-            pattern = r"http://127\.0\.0\.1:\d+"
-            url = until(lambda: re.search(pattern, log.read_text()), log.read_text, alive=process)
-            until(lambda: body_of(f"{url[0]}/readyz"), log.read_text, alive=process)
-            return cpu_seconds({process.pid, *descendants(process.pid)})
-        finally:
-            process.terminate()
-            process.wait()
+        url = process.wait_for(r"http://127\.0\.0\.1:\d+")[0]
+        process.until(lambda: body_of(f"{url}/readyz"))
+        return cpu_seconds({process.pid, *descendants(process.pid)})
 
 
 def main() -> None:

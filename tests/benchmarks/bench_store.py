@@ -19,7 +19,6 @@ import asyncio
 import os
 import sqlite3
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -27,10 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
+from rich.table import Table
 from support.stores import group
 
 from envserver.store import Store, open_store
@@ -82,7 +79,7 @@ async def drain(store: Store) -> Meter:
 
 
 async def measure(where: str, folder: Path, count: int, tokens: int) -> Table:
-    few = [load.packed(index, 8, tokens).body for index in range(16)]
+    few = load.packed_bodies(tokens)
     bodies = [few[index % 16] for index in range(count)]
     columns = ("what", "groups/s", "of the limit", "MB/s", "CPU us/group")
     table = load.table(f"{count} groups of {len(few[0]) // 1024} KiB", *columns)

@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from envserver_environments.tau.domains.loading import tau2_domain
 from envserver_environments.tau.domains.world import Domain
 from envserver_environments.tau.episodes import Episode

@@ -7,13 +7,10 @@ The budgets hold `build` and `check` together, the lowest of a few runs; over on
 as when finding the parents costs more than a fifth of comparing all pairs, over all rollouts.
 """
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import judge, show
 from api_load import table as columned
 from envserver_records.records import Call, pack
@@ -94,10 +91,7 @@ def main() -> None:
             f"{sum(len(call.prompt_ids) for call in calls) / 1e6:.1f}",
             f"{len(rows)}",
             f"{sum(len(row.tokens) for row in rows) / 1e6:.1f}",
-            f"{finding:.3f}",
-            f"{comparing:.3f}",
-            f"{building:.3f}",
-            f"{checking:.3f}",
+            *(f"{seconds:.3f}" for seconds in (finding, comparing, building, checking)),
             f"{case.budget_seconds:.1f}",
             f"{len(pack(pack_calls(calls, parents))) / len(pack(calls)):.1%}",
         )

@@ -4,19 +4,18 @@
     torchrun --standalone --nproc-per-node 8 tests/benchmarks/bench_trainer.py --cases packed
 
 The model has the shape of Qwen2.5-1.5B (1.5 billion weights, 151,936 tokens), or fewer layers. A
-step has rows of 300 to 2,048 tokens, of which a fifth is prompt. Out: a JSON line for each case:
+step has rows of 300 to 2,048 tokens, of which a fifth is prompt. --cases: names, separated by ";";
+--tiny: to try it on a CPU; --model: made there if it is missing. Out: a JSON line for each case:
 tokens a second (padding does not count), memory, and the share of the bfloat16 rate that a large
 product reaches on this GPU: 6 operations for each weight and token and those of causal attention
 (PaLM, arXiv 2204.02311, appendix B); what is computed again does not count.
 """
 
-import argparse
 import contextlib
 import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,15 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from api_load import asked as read_arguments
 from envserver_clients.training.examples import Example
 from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.objectives import LossSettings
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.tiny_model import tokenizer
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 CASES: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -142,15 +140,10 @@ def gpu_peak() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--longest", type=int, default=2048)
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--cases", default=";".join(CASES), help="names, separated by ;")
-    parser.add_argument("--tiny", action="store_true", help="to try it on a CPU")
-    parser.add_argument("--model", type=Path, help="made there if it does not exist")
-    asked = parser.parse_args()
+    asked = read_arguments(
+        __doc__, layers=28, tokens=32768, longest=2048, micro_batch_tokens=8192, tiny=False,
+        cases=";".join(CASES), model=Path,
+    )  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with Ranks.joined(device) as ranks, contextlib.ExitStack() as stack:
         folder = asked.model or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"

@@ -4,10 +4,9 @@
 
 `envserver run-api` over a SQLite file, a process of its own, gets packed groups from clients in
 another process, which also hold the watchers: each reads `/v1/events`; a *page* also reads the
-newest 50 groups every two seconds and the histogram of rewards every thirty, as the page of groups
-does.
-Two loads: as many groups as the server takes from eight clients, one in each post, and 15 a second,
-each of which is told of by itself. What counts is CPU seconds of the server process in a second.
+newest 50 groups every two seconds and the histogram of rewards every thirty, like the page of
+groups. Two loads: as many groups as the server takes from eight clients, one in each post, and 15 a
+second, each reported by itself. What counts is CPU seconds of the server process in a second.
 Cases take turns, forth and back, so that the growing store and whatever else the machine does meet
 all of them alike; shown are medians of the rounds, and what watchers took beyond the case without
 any in the same round.
@@ -21,7 +20,6 @@ import asyncio
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -30,14 +28,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import Server, ours
+from rich.table import Table
 
 TOKENS = 256
-GROUP_SIZE = 8
 RATE = 15.0
 """Groups a second of the smaller load."""
 
@@ -59,12 +54,12 @@ CASES = (Case(0), Case(1), Case(20), Case(1, is_page=True), Case(20, is_page=Tru
 
 
 class Watchers:
-    """Pages that are open. `bytes`, `events`: what they were sent."""
+    """Pages that are open. `events`: how many they were sent."""
 
     def __init__(self, url: str, case: Case) -> None:
         self._url = url
         self._case = case
-        self.bytes = self.events = 0
+        self.events = 0
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -91,7 +86,6 @@ class Watchers:
             answer.raise_for_status()
             async for part in answer.content.iter_any():
                 opened.set()
-                self.bytes += len(part)
                 self.events += part.count(b"\nevent: ")
 
     async def _read(self, http: aiohttp.ClientSession, path: str, seconds: float) -> None:
@@ -116,12 +110,11 @@ class Load:
 
     def __init__(self, wire: load.Wire) -> None:
         self._wire = wire
-        self._bodies = [load.packed(n, GROUP_SIZE, TOKENS).body for n in range(16)]
         self._count = 0
 
     def _next(self, count: int) -> list[bytes]:
         first, self._count = self._count, self._count + count
-        return [load.renumbered(self._bodies[n % 16], first + n) for n in range(count)]
+        return load.posts(TOKENS, first, count)
 
     async def full(self, server: Server, count: int) -> Cost:
         """Posts `count` groups as fast as the server takes them."""

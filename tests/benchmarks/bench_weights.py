@@ -7,7 +7,6 @@ machine's disk, synced) and by `Transfer` (gloo). Out: seconds by phase, the med
 From "pause" to "compare" engines do not sample all the time; "save" and "copy" are before.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -25,20 +24,15 @@ TOLERANCE = 0.3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", type=Path, default=ROOT / ".venv-vllm/bin/python")
-    parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--trainer", nargs="*", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.trainer:
-        folder, *urls = asked.trainer
-        print(json.dumps(publish_in_turns(Path(folder), urls, asked.rounds)))
+    if sys.argv[1:2] == ["--trainer"]:
+        rounds, folder, *urls = sys.argv[2:]
+        print(json.dumps(publish_in_turns(Path(folder), urls, int(rounds))))
         return
-    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    from api_load import asked as arguments  # the trainer's Python lacks what these need
     from support.vllm_server import running_vllm
 
+    python = ROOT / ".venv-vllm/bin/python"
+    asked = arguments(__doc__, python=python, engines=2, rounds=3, layers=22)
     # Not resolved: what a link names is not a virtual environment.
     python = Path.cwd() / asked.python
     with tempfile.TemporaryDirectory() as made, ExitStack() as stack:
@@ -52,7 +46,7 @@ def main() -> None:
             more = ("--dtype", "bfloat16", "--max-num-batched-tokens", "2048")
             engine = running_vllm(python, own, learning=True, model=model, more=more)
             urls.append(stack.enter_context(engine).root_url)
-        words = ("--rounds", str(asked.rounds), "--trainer", str(folder), *urls)
+        words = ("--trainer", str(asked.rounds), str(folder), *urls)
         environ = {**os.environ, "PYTHONPATH": str(ROOT / "clients"), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [python, __file__, *words], check=True, stdout=subprocess.PIPE, text=True, env=environ

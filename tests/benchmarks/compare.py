@@ -14,18 +14,19 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 import bench_proxy
 import compare_runs as runs
 from api_load import PEER_PYTHON, ours, theirs
+from rich.table import Table
+from support.charts import cpu_bars
 
 AT_A_TIME = 64
 ROLLOUTS = {1: (128, 640), 5: (64, 384)}
@@ -171,8 +172,9 @@ def kill(rows: Rows, url: str) -> None:
     case = f"a worker killed in the middle of {KILLED_ROLLOUTS} rollouts"
     beside_verifiers(rows, case, "lost", lost_by)
     case = f"the server killed with {GROUPS} groups waiting"
-    lost = [float(one(GROUPS)) for one in (runs.lost_by_us, runs.lost_by_atroposlib)]
-    rows.add(case, "lost", "atroposlib", *lost)
+    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
+        servers = (partial(ours, store=f"{folder}/store.db"), theirs)
+        rows.add(case, "lost", "atroposlib", *(runs.lost(start, GROUPS) for start in servers))
 
 
 HEADS = ("", "unit", "envserver", "peer", "peer's", "times")
@@ -183,28 +185,6 @@ def table(rows: Rows) -> Table:
     for row in rows.of.values():
         shown.add_row(*row.cells())
     return shown
-
-
-def plot(rows: Rows) -> str:
-    """An SVG of CPU by case, each beside its peer's: the longer of the two is 100 %."""
-    cases = [row for row in rows.of.values() if "CPU" in row.unit]
-    height = 44 * len(cases) + 20
-    text = 'font-family="sans-serif" font-size="12"'
-    head = 'xmlns="http://www.w3.org/2000/svg"'
-    parts = [f'<svg {head} width="870" height="{height}" {text} fill="#222">']
-    parts.append('<rect width="100%" height="100%" fill="#fff"/>')
-    for number, row in enumerate(cases):
-        top = 10 + 44 * number
-        most = max(min(row.ours), min(row.theirs)) or 1.0  # nothing, in a very short round
-        parts.append(f'<text x="390" y="{top + 22}" text-anchor="end">{row.case}</text>')
-        for line, (who, values, color) in enumerate(
-            (("envserver", row.ours, "#2b6cb0"), (row.peer, row.theirs, "#a0aec0"))
-        ):
-            width, at = 300 * min(values) / most, top + 16 * line
-            parts.append(f'<rect x="400" y="{at}" width="{width:.0f}" height="13" fill="{color}"/>')
-            said = f"{min(values):.2f} {row.unit}, {who}"
-            parts.append(f'<text x="{406 + width:.0f}" y="{at + 11}">{said}</text>')
-    return "\n".join([*parts, "</svg>", ""])
 
 
 def _version(python: Path | str, package: str) -> str:
@@ -259,8 +239,8 @@ def main() -> int:
         said = facts(number + 1, (began, os.getloadavg()[0]))
         print(*said, f"{rows.hung} runs hung", sep="\n", flush=True)
         if arguments.output is not None:
-            arguments.output.write_text(page(rows, said))
-            arguments.output.with_suffix(".svg").write_text(plot(rows))
+            arguments.output.write_text(text := page(rows, said))
+            arguments.output.with_suffix(".svg").write_text(cpu_bars(text))
     return 0
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import api_load as load
 import msgspec
 import orjson
-from api_load import GROUP_SIZE, ROOT, Server, ours, theirs
+from api_load import GROUP_SIZE, ROOT, Server
 from support.commands import ENVSERVER, environment_variables, until
 from support.process_tree import command, descendants, parents
 
@@ -216,20 +216,10 @@ async def _waiting(url: str) -> int:
         return int(msgspec.json.decode(await wire.get("/status"))["queue_size"])
 
 
-def lost_by_us(groups: int) -> int:
+def lost(start: Callable[[], AbstractContextManager[Server]], groups: int) -> float:
     """How many accepted groups a kill -9 of the server lost."""
-    with tempfile.TemporaryDirectory(prefix="compare-") as folder:
-        store = f"{folder}/store.db"
-        with ours(store=store) as server:
-            asyncio.run(_post(server.url, groups))
-            os.kill(server.pid, signal.SIGKILL)
-        with ours(store=store) as server:
-            return groups - asyncio.run(_waiting(server.url))
-
-
-def lost_by_atroposlib(groups: int) -> int:
-    with theirs() as server:
+    with start() as server:
         asyncio.run(_post(server.url, groups))
         os.kill(server.pid, signal.SIGKILL)
-    with theirs() as server:
+    with start() as server:
         return groups - asyncio.run(_waiting(server.url))

@@ -8,7 +8,6 @@ the harness here makes the same call without one.
 """
 
 import asyncio
-import json
 import os
 import sys
 from pathlib import Path
@@ -22,8 +21,10 @@ from verifiers.v1.runtimes import ProgramResult
 
 __all__ = ["Call", "Talk", "TalkEnv"]
 
-SPECIAL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "</think>")
-TOOLS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+TOKENIZER = Path(__file__).with_name("compare_tokenizer")
+"""The engine's: an id is a byte of the text, 256 the end of a message, 257 its start; the others
+are what a renderer for Qwen3 needs.
+"""
 
 
 class TalkTask(vf.Task[vf.TaskData]):
@@ -80,29 +81,6 @@ class TalkEnv(vf.Env[TalkEnvConfig]):
                 await talk.turn("Go on." if turn else task.data.prompt)
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Writes the engine's tokenizer: an id is a byte of the text, 256 the end of a message, 257 its
-    start; the others are what a renderer for Qwen3 asks for.
-    """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {byte: chr(byte) for byte in shown}
-    letters |= {byte: chr(256 + number) for number, byte in enumerate(hidden)}
-    added = [
-        {"id": number, "content": text, "special": text in SPECIAL[:3], "normalized": False}
-        | {"single_word": False, "lstrip": False, "rstrip": False}
-        for number, text in enumerate((*SPECIAL, *TOOLS), start=256)
-    ]
-    level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    level |= {"trim_offsets": True}
-    model = {"type": "BPE", "vocab": {letters[byte]: byte for byte in letters}, "merges": []}
-    whole = {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level}
-    folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(json.dumps({**whole, "model": model}))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SPECIAL[0]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
-
-
 def is_whole(episode, turns: int) -> bool:
     sampled = [node for trace in episode.traces for node in trace.nodes if node.sampled]
     has_tokens = all(node.logprobs and len(node.logprobs) == sum(node.mask) for node in sampled)
@@ -111,14 +89,12 @@ def is_whole(episode, turns: int) -> bool:
 
 async def main() -> None:
     url, rollouts, turns, at_a_time = sys.argv[1], *map(int, sys.argv[2:5])
-    results = Path(sys.argv[5])
-    write_tokenizer(results / "tokenizer")
     name = Path(__file__).stem
     client = {
         "type": "train",
         "base_url": f"{url}/v1",
         "api_key_var": "COMPARE_KEY",
-        "renderer_model_name": str(results / "tokenizer"),
+        "renderer_model_name": str(TOKENIZER),
         # Continues a prompt with the tokens sampled before.
         "renderer": {"name": "qwen3", "thinking_retention": "all"},
     }
@@ -130,7 +106,7 @@ async def main() -> None:
             "max_concurrent": at_a_time,
             "rich": None,
             "push": False,
-            "output_dir": results,
+            "output_dir": Path(sys.argv[5]),
             "run": {"dir": "run"},
         }
     )

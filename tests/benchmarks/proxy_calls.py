@@ -6,11 +6,15 @@ those of vLLM 0.32.
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.templates import CHATML, chat_format, tool
 
 MODEL = "tiny"
@@ -33,7 +37,6 @@ class Answer(NamedTuple):
     text: str
     ids: list[int]
     message: dict[str, Any]
-    finish_reason: str
 
 
 def prose(tokens: int, seed: int = 0) -> str:
@@ -52,14 +55,14 @@ def answer(tools: bool) -> Answer:
     """What the model says, always."""
     if not tools:
         text = _filled(lambda words: words)
-        return Answer(text, _ids(text), {"role": "assistant", "content": text}, "stop")
+        return Answer(text, _ids(text), {"role": "assistant", "content": text})
     arguments = _filled(lambda words: _CALL + _expression(words) + _CALL_END)
     arguments = arguments.removeprefix(_CALL).removesuffix(_CALL_END)
     function = {"name": "calculate", "arguments": arguments}
     called = {"id": "call00001", "type": "function", "function": function}
     message = {"role": "assistant", "content": None, "tool_calls": [called]}
     text = _CALL + arguments + _CALL_END
-    return Answer(text, _ids(text), message, "tool_calls")
+    return Answer(text, _ids(text), message)
 
 
 def _expression(words: str) -> str:
@@ -127,138 +130,74 @@ def with_prompt(data: bytes, ids: bytes) -> bytes:
     return data.replace(_PROMPT_IDS, _PROMPT_IDS[:-1] + ids + b"]", 1)
 
 
+_FORMS = orjson.loads(Path(__file__).with_name("proxy_answers.json").read_bytes())
+"""Answers of vLLM 0.32 without what is sampled."""
+
+
+def _form(name: str, **values: Any) -> dict[str, Any]:
+    return {**_FORMS[name], **values}
+
+
 @cache
 def chat_whole() -> bytes:
     """What /v1/chat/completions says; there are no tools."""
     said = answer(tools=False)
-    choice = {
-        "index": 0,
-        "message": {**said.message, **_NOTHING_SAID},
-        "logprobs": {"content": _scored(said.ids)},
-        **_ending(said.finish_reason),
-        "token_ids": said.ids,
-        "routed_experts": None,
-    }
-    return orjson.dumps({**_head("chat.completion"), "choices": [choice], **_usage(), **_LAST})
+    logprobs, message = {"content": _scored(said.ids)}, {**said.message, **_form("unsaid")}
+    choice = _form("chat_choice", message=message, logprobs=logprobs, token_ids=said.ids)
+    return orjson.dumps(_form("chat", choices=[choice]))
 
 
 @cache
 def chat_chunks() -> list[bytes]:
     """What /v1/chat/completions streams, an event for each token; there are no tools."""
-    said, head = answer(tools=False), _head("chat.completion.chunk")
-    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-    events = [{**head, "choices": [{**first, "finish_reason": None}], "prompt_token_ids": []}]
-    for token, entry, last in _tokens(said):
+    events = [_form("chat_chunk", choices=[_form("chat_first")], prompt_token_ids=[])]
+    for token, entry, last in _tokens(answer(tools=False)):
         choice = {
             "index": 0,
             "delta": {} if last else {"content": entry["token"]},
             "logprobs": {"content": [entry]},
-            **(_ending(said.finish_reason) if last else {"finish_reason": None}),
+            **({"finish_reason": "stop", "stop_reason": None} if last else {"finish_reason": None}),
             "token_ids": [token],
         }
-        events.append({**head, "choices": [choice]})
-    return _as_events([*events, {**head, "choices": [], **_usage()}])
+        events.append(_form("chat_chunk", choices=[choice]))
+    return _as_events([*events, _form("chat_chunk", choices=[], usage=_FORMS["usage"])])
 
 
 def rendered(body: dict[str, Any]) -> bytes:
     """What /v1/chat/completions/render says."""
-    sampling = {
-        "temperature": body.get("temperature", 1.0),
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "stop": [],
-        **dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0),
-        "repetition_penalty": 1.0,
-        "stop_token_ids": [],
-        "max_tokens": body.get("max_tokens"),
-        "logprobs": 0,
-        "output_kind": 2,
-        "skip_clone": True,
-        "bad_words": [],
-    }
+    asked = {name: body[name] for name in ("temperature", "max_tokens") if name in body}
+    sampling = {**_FORMS["rendered"]["sampling_params"], **asked}
     ids = FORMAT.prompt_ids(body["messages"], body.get("tools"), {})
-    more = {"token_offsets": None, "features": None, "model": MODEL, "output_mode": "tokens"}
-    more |= {"return_token_ids": None, "stream": False, "stream_options": None, "priority": 0}
-    return orjson.dumps(
-        {"request_id": "chatcmpl-1", "token_ids": ids, "sampling_params": sampling, **more}
-    )
+    return orjson.dumps(_form("rendered", token_ids=ids, sampling_params=sampling))
 
 
 @cache
 def generated(tools: bool) -> bytes:
     """What /inference/v1/generate says."""
     said = answer(tools)
-    choice = {
-        "index": 0,
-        **_ending("stop"),
-        "token_ids": said.ids,
-        "routed_experts": None,
-        "sampling_mask": None,
-        "weight_versions": _versions(),
-        "text": said.text,
-        "logprobs": {"content": _scored(said.ids, top=True)},
-    }
-    return orjson.dumps({**_generated_head(), **_usage(), **_LAST, "choices": [choice]})
+    logprobs = {"content": _scored(said.ids, top=True)}
+    choice = _form("generated_choice", token_ids=said.ids, text=said.text, logprobs=logprobs)
+    return orjson.dumps(_form("generated", choices=[choice]))
 
 
 @cache
 def generated_chunks() -> list[bytes]:
     """What /inference/v1/generate streams, an event for each token; there are no tools."""
-    said, head = answer(tools=False), {"request_id": "generate-tokens-1", "usage": None}
     events: list[dict[str, Any]] = []
-    for token, entry, last in _tokens(said, top=True):
-        choice = {
-            "index": 0,
-            "finish_reason": "stop" if last else None,
-            "stop_reason": None,
-            "token_ids": [token],
-            "routed_experts": None,
-            "sampling_mask": None,
-            "weight_versions": _versions() if last else None,
-            "text": "" if last else entry["token"],
-            "logprobs": {"content": [entry]},
-        }
-        events.append({**head, "output_mode": "text", "choices": [choice]})
+    for token, entry, last in _tokens(answer(tools=False), top=True):
+        sampled = {"token_ids": [token], "logprobs": {"content": [entry]}}
+        if not last:
+            sampled |= {"text": entry["token"], "finish_reason": None, "weight_versions": None}
+        events.append(_form("generated_chunk", choices=[_form("generated_choice", **sampled)]))
     events[0]["prompt_token_ids"] = []
-    return _as_events([*events, {**head, **_usage(), "output_mode": "text", "choices": []}])
+    return _as_events([*events, _form("generated_chunk", choices=[], usage=_FORMS["usage"])])
 
 
 @cache
 def derendered(tools: bool) -> bytes:
     """What /v1/chat/completions/derender says."""
-    message = {**answer(tools).message, **_NOTHING_SAID}
-    choice = {"index": 0, "message": message, "logprobs": None, **_ending("stop")}
-    return orjson.dumps({**_head("chat.completion"), "choices": [choice], **_usage(), **_LAST})
-
-
-_NOTHING_SAID = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-_LAST = {
-    "prompt_logprobs": None,
-    "prompt_token_ids": [],
-    "prompt_text": None,
-    **dict.fromkeys(("kv_transfer_params", "ec_transfer_params", "metrics")),
-}
-
-
-def _head(kind: str) -> dict[str, Any]:
-    return {"id": "chatcmpl-b5b3145f40b92a8a", "object": kind, "created": 1, "model": MODEL}
-
-
-def _generated_head() -> dict[str, Any]:
-    return {"request_id": "generate-tokens-1", "model": MODEL, "created": 1, "output_mode": "text"}
-
-
-def _ending(reason: str) -> dict[str, Any]:
-    return {"finish_reason": reason, "stop_reason": None}
-
-
-def _versions() -> list[dict[str, Any]]:
-    return [{"version": "7", "start": 0, "end": ANSWER_TOKENS}]
-
-
-def _usage() -> dict[str, Any]:
-    counts = {"prompt_tokens": 200, "total_tokens": 264, "completion_tokens": ANSWER_TOKENS}
-    return {"usage": {**counts, "prompt_tokens_details": None}}
+    choice = _form("derendered_choice", message={**answer(tools).message, **_form("unsaid")})
+    return orjson.dumps(_form("chat", choices=[choice]))
 
 
 def _scored(ids: list[int], *, top: bool = False) -> list[dict[str, Any]]:

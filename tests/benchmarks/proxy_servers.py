@@ -16,19 +16,16 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request, Response
-from starlette.responses import StreamingResponse
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+from fastapi import FastAPI, Request, Response
 from proxy_load import pin
+from starlette.responses import StreamingResponse
 from support.serving import attempt_spec
 from support.templates import CHATML
 

@@ -28,7 +28,7 @@ TRACKED = subprocess.run(
     cwd=ROOT, capture_output=True, text=True, check=True,
 ).stdout.split()  # fmt: skip
 PAGES = sorted(ROOT / name for name in TRACKED if (ROOT / name).is_file())
-LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+LINK = re.compile(r"(?:\]\(|src(?:set)?=\")(?!https?:|mailto:)([^)\"\s]+)[)\"]")
 FILE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.(?:py|md|yaml|toml))`")
 FOLDERS = (".", "envserver", "clients", "environments", "tools")
 
