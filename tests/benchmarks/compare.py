@@ -119,7 +119,7 @@ def play_isolated(rows: Rows, url: str) -> None:
     """Rollouts of one turn, each agent in a process of its own."""
     for how, what in (
         (runs.alone, "a process for each agent"),
-        (runs.walled, "a walled process for each agent"),
+        (runs.walled, "a sandboxed process for each agent"),
     ):
         cpu, *_, lost = beyond_the_start(rows, how, url, 1)
         if lost == sum(ROLLOUTS[1]):

@@ -104,7 +104,7 @@ def talking(environment: Path, url: str, turns: int, at_a_time: int) -> list[str
 alone: Play = partial(by_us, isolation="dedicated")
 """Each agent in a process of its own, eight at a time, by default."""
 walled: Play = partial(by_us, isolation="sandboxed")
-"""Each agent in a process of its own behind a wall, eight at a time, by default."""
+"""Each agent in its own sandboxed process, eight at a time, by default."""
 
 
 def _by_verifiers(python: Path, program: str, kept: str, folder: Path, *words: object) -> Command:
