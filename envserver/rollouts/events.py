@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -19,7 +19,7 @@ from envserver_records.errors import (
     Straggler,
     Unscorable,
 )
-from envserver_records.records import Group, Usage
+from envserver_records.records import Call, Group, Usage
 from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
 from ..telemetry.redaction import redacted
@@ -306,11 +306,9 @@ class RunningRollout(msgspec.Struct):
     tokens: int = 0
     worker: int | None = None
 
-    def plays(self, attempt: int) -> None:
-        self.state, self.since, self.attempt = "playing", time.time(), attempt
-
-    def is_scored(self) -> None:
-        self.state = "scoring"
+    def count(self, calls: Sequence[Call]) -> None:
+        self.turns = sum(call.choice == 0 for call in calls)
+        self.tokens = sum(len(call.completion_ids) for call in calls)
 
 
 class RunningRollouts:

@@ -247,9 +247,10 @@ async def _try_rollout(
     with context.running.shown(request, number) as shown:
         async with context.slots:
             attempt = failures.next_attempt(number)
-            shown.plays(attempt)
+            shown.state, shown.since, shown.attempt = "playing", time.time(), attempt
             rollout = await run_once(context, request, rollout_id, attempt, deaths)
-        shown.is_scored()
+        shown.count(rollout.attempt.calls)  # the proxy has forgotten the attempt
+        shown.state = "scoring"
         with within(current().child("score", {"envserver.environment": request.env})) as span:
             await _score(context, request.task, rollout)
             scorable = context.scorer.delivered(rollout.score).reward
@@ -464,10 +465,8 @@ def running_rollouts(
         attempts, workers = context.proxy.running(), context.pool.workers()
         for rollout_id, shown in list(context.running.by_id.items())[: limit - len(found)]:
             worker = workers.get(rollout_id)
-            if (attempt := attempts.get(rollout_id)) is not None:
-                shown.turns = sum(call.choice == 0 for call in attempt.calls)
-                shown.tokens = sum(len(call.completion_ids) for call in attempt.calls)
-            waits = shown.state == "playing" and worker is None  # for a process
-            state = "waiting" if waits else shown.state
+            if attempt := attempts.get(rollout_id):
+                shown.count(attempt.calls)
+            state = "waiting" if worker is None and shown.state == "playing" else shown.state
             found.append(msgspec.structs.replace(shown, state=state, worker=worker))
     return found, total

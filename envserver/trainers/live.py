@@ -45,7 +45,6 @@ _MOST_ALIKE: Final = 20
 """Rows for one request of a trainer."""
 _LIMIT: Final = 2**63 - 1
 _FAULTS_OF_DROPS: Final[Mapping[str, Fault]] = {
-    "zero_variance": "model",
     "too_long": "model",
     "stale": "trainer",
     "unscorable": "environment",
@@ -96,7 +95,8 @@ class FailuresAnswer(Described):
 
 
 class FailureLog:
-    """The last 1,000 failures and drops of a server. `number`: of the latest."""
+    """The last 1,000 failures and drops of a server, of which equal rewards are none. `number`: of
+    the latest."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -106,10 +106,12 @@ class FailureLog:
         return partial(self._observe, environment)
 
     def add(self, *, message: str, **facts: Any) -> None:
+        if facts["kind"] == "zero_variance":  # a statistic of `groups_dropped`; often most drops
+            return
         self.number += 1
         shown = redacted(printable(message[:_MOST_CHARACTERS], keep="\n"))
-        facts = {"time": time.time(), "n": self.number, "message": shown, **facts}
-        self._rows.append(FailureRow(**facts))
+        facts = {"time": time.time()} | facts
+        self._rows.append(FailureRow(n=self.number, message=shown, **facts))
 
     def _observe(self, environment: str, event: Event) -> None:
         if isinstance(event, RolloutFailed):
@@ -219,7 +221,7 @@ def add_failure_routes(router: APIRouter, failures: FailureLog) -> None:
     ) -> Response:
         """Lists the last 1000 failures and drops since the server started, newest first: attempts
         that failed and rollouts that were lost, whose fault it was and in which words; groups that
-        were not delivered, and why. Joined runners tell only how many."""
+        were not delivered, and why, except for equal rewards. Joined runners tell only how many."""
         rows, counts, following = failures.page(
             environment=environment, kind=kind, fault=fault, before=before, limit=limit
         )

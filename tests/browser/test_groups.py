@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import random
 import re
-import zlib
-from base64 import b64encode
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +23,9 @@ from envserver_records.records import (
 )
 from envserver_records.tasks import TurnReward
 from envserver_records.timings import FailedAttempt, Printed, Timing
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Locator, Page, Request, Route, expect
 from support.api import Api, running_api
-from support.browsers import SMALL, Visitor, axe, no_sideways_scroll
+from support.browsers import SMALL, Visitor, axe, no_sideways_scroll, requests_of
 from support.cases import cases_of
 from support.page_house import in_a_thread
 from support.stores import group
@@ -47,24 +45,11 @@ LONG = "A line of a very long text, which has no end.\n" * 25_000  # more than a
 ODD = cases_of(__file__, "odd_messages.json")
 """Messages that are not as any API has them."""
 LONG_ROW = 30_000
+PICTURE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwAD"
+    "hgGAWjR9awAAAABJRU5ErkJggg=="
+)
 _ENVIRONMENTS = ("math", "code", "tau", "video")
-
-
-def picture(width: int = 64, height: int = 40) -> str:
-    """A PNG with a gradient, as a data URL."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        end = zlib.crc32(kind + data).to_bytes(4, "big")
-        return len(data).to_bytes(4, "big") + kind + data + end
-
-    head = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
-    lines = b"".join(
-        b"\0" + b"".join(bytes([4 * x % 256, 6 * y % 256, 120]) for x in range(width))
-        for y in range(height)
-    )
-    made = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head)
-    made += chunk(b"IDAT", zlib.compress(lines)) + chunk(b"IEND", b"")
-    return f"data:image/png;base64,{b64encode(made).decode()}"
 
 
 def row(length: int, agent: str | None = None, seed: int = 0) -> Sequence:
@@ -99,7 +84,7 @@ def conversation(place: int, said: str = "") -> list[dict[str, Any]]:
             "role": "user",
             "content": [
                 {"type": "text", "text": "Where is the lamp? Here is the room:"},
-                {"type": "image_url", "image_url": {"url": picture()}},
+                {"type": "image_url", "image_url": {"url": PICTURE}},
                 {"type": "image_url", "image_url": {"url": "https://example.com/spy.png"}},
             ],
         },
@@ -215,10 +200,8 @@ def hard_groups() -> list[Group]:
 def many_groups(count: int) -> list[GroupPut]:
     """Groups of which only the facts are there, for lists."""
     rng = random.Random(0)
-    made = []
-    for number in range(count):
-        rewards: list[float | None] = [float(rng.random() < 0.4) for _ in range(4)]
-        put = GroupPut(
+    return [
+        GroupPut(
             group_id=f"many-{number:06}",
             body=b"",
             env=_ENVIRONMENTS[number % 4],
@@ -227,10 +210,10 @@ def many_groups(count: int) -> list[GroupPut]:
             tokens=400,
             max_length=100 + number % 7,
             policy_version=number // 1000,
-            facts=facts_of_rewards(rewards, f"task-{number % 500}"),
+            facts=facts_of_rewards(rng.choices((0.0, 1.0), (3, 2), k=4), f"task-{number % 500}"),
         )
-        made.append(put)
-    return made
+        for number in range(count)
+    ]
 
 
 class GroupsHouse:
@@ -275,10 +258,8 @@ def nodes(page: Page) -> int:
 
 def height_in_list(row: Locator) -> float:
     """Pixels from the top of the list in view to a row."""
-    script = (
-        "(one) => one.getBoundingClientRect().y - one.closest('.list').getBoundingClientRect().y"
-    )
-    return float(row.evaluate(script))
+    top = "(row) => row.getBoundingClientRect().y - row.closest('.list').getBoundingClientRect().y"
+    return float(row.evaluate(top))
 
 
 def press(page: Page, *keys: str) -> None:
@@ -293,8 +274,7 @@ def at(page: Page, pattern: str) -> None:
 
 def test_100_000_groups_are_read_by_pages_and_stay(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.context().new_page()
-    asked: list[str] = []
-    page.on("request", lambda one: asked.append(one.url) if "order=newest" in one.url else None)
+    asked = requests_of(page, "order=newest")
     page.goto(f"{house.url}/#/groups")
     rows = page.locator(".list-row")
     expect(page.get_by_role("status").filter(has_text="groups")).to_contain_text("100,003 groups")
@@ -308,7 +288,7 @@ def test_100_000_groups_are_read_by_pages_and_stay(house: GroupsHouse, visitor: 
     expect(page.locator("[aria-posinset='403']")).to_be_visible()
     assert nodes(page) < MOST_NODES
     assert len(asked) <= 5, asked
-    assert all("limit=200" in url for url in asked)
+    assert all("limit=200" in request.url for request in asked)
     # What arrives waits until it is asked for.
     chosen = page.locator("[aria-selected='true']")
     place = height_in_list(chosen)
@@ -324,6 +304,9 @@ def test_100_000_groups_are_read_by_pages_and_stay(house: GroupsHouse, visitor: 
 def test_a_group_before_the_first_page_is_listed_once(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.context().new_page()
     held: list[Route] = []
+    aborted: list[Request] = []
+    page.on("requestfailed", lambda request: aborted.append(request))
+    page.route("**/v1/rewards*", lambda _: None)  # never answered
     page.route(re.compile("order=newest"), lambda route: held.append(route))
     page.goto(f"{house.url}/#/groups")
     expect(page.get_by_text("● live")).to_be_visible()
@@ -336,6 +319,10 @@ def test_a_group_before_the_first_page_is_listed_once(house: GroupsHouse, visito
     expect(rows.nth(5)).to_be_visible()
     expect(new).to_have_count(0)
     assert rows.filter(has_text="early").count() == 1
+    for name in ("next", "last"):  # they slide in while the histogram is still read
+        house.add(group(name, b"", env=name))
+        expect(rows.filter(has_text=name)).to_be_visible()
+    assert not aborted
 
 
 def test_filters_and_the_histogram_are_in_the_address(house: GroupsHouse, visitor: Visitor) -> None:
@@ -374,6 +361,8 @@ def test_filters_and_the_histogram_are_in_the_address(house: GroupsHouse, visito
 def test_the_keys_lead_through_groups_and_rollouts(house: GroupsHouse, visitor: Visitor) -> None:
     page = visitor.page(f"{house.url}/#/groups?environment=rooms")
     expect(page.locator(".list-row")).to_have_count(3)
+    ends = page.get_by_label("End").get_by_role("option")
+    expect(ends).to_have_text(["any", "agent", "tokens"])
     press(page, "j", "j", "j", "Enter")  # the oldest of three: long, hostile, rooms
     at(page, "#/groups/rooms")
     expect(page.get_by_text("2 messages in common; they part at message #2")).to_be_visible()
@@ -446,11 +435,9 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     expect(page.get_by_text("image: https://example.com/spy.png")).to_be_visible()
     for tab in ("raw", "use", "conversation"):
         page.get_by_role("tab", name=tab).click()
-        assert (
-            page.locator("main script, main b:text('bold?'), main a[href^='javascript']").count()
-            == 0
-        )
-    assert page.get_by_role("img", name="image in the conversation").count() == 1
+        made = page.locator("main script, main b:text('bold?'), main a[href^='javascript']")
+        expect(made).to_have_count(0)
+    expect(page.get_by_role("img", name="image in the conversation")).to_have_count(1)
     assert "pwned" not in page.title()
     page.goto(f"{house.url}/#/groups/hostile/1")
     expect(page.locator("[data-message='10']")).to_be_attached()  # the last of the odd ones
@@ -462,10 +449,8 @@ def test_what_a_model_wrote_is_only_text(house: GroupsHouse, visitor: Visitor) -
     expect(page.get_by_text("And then, 119?")).to_have_count(0)
     page.get_by_role("button", name="76 messages more").click()
     expect(page.get_by_text("And then, 119?")).to_be_attached()
-    shown = page.locator(".lane .long", has_text="A line").evaluate(
-        "(one) => one.textContent.length"
-    )
-    assert shown > len(LONG) - 200  # the ends of the pieces' lines are blocks' ends
+    shown = page.locator(".lane .long", has_text="A line").text_content() or ""
+    assert len(shown) > len(LONG) - 200  # the ends of the pieces' lines are blocks' ends
 
 
 LONG_ID = "astropy-" * 400

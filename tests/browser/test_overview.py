@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from playwright.sync_api import Locator, Page, Request, expect
+from playwright.sync_api import Page, expect
 from support.alarm_server import serving
-from support.browsers import DASHBOARD, SMALL, Visitor, axe, no_sideways_scroll
+from support.browsers import DASHBOARD, SMALL, Visitor, axe, no_sideways_scroll, requests_of
 from support.commands import running, until
 from support.delivered import line, write_lines
 from support.page_house import PageHouse, in_a_thread, page_house, put_history, rows, small_api
@@ -43,7 +43,8 @@ def house(_has_browser: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def chart(page: Page, title: str) -> dict[str, list[str]]:
     """The numbers of a chart: by line, its last, lowest and highest value."""
-    table = page.get_by_role("figure").filter(has=page.get_by_role("heading", name=title))
+    heading = page.get_by_role("heading", name=title, exact=True)
+    table = page.get_by_role("figure").filter(has=heading)
     rows = table.locator("tbody tr")
     expect(rows.first).to_be_visible()
     return {
@@ -97,10 +98,29 @@ def test_counters_that_begin_again_do_not_fall(house: PageHouse, visitor: Visito
         for name, numbers in chart(page, title).items():
             last, lowest, highest = (float(text.replace(",", "")) for text in numbers)
             assert 0 < lowest <= last <= highest <= most, (title, name, numbers)
+    for kind in ("Completion", "Prompt"):  # of very different sizes
+        assert list(chart(page, f"{kind} tokens a second")) == ["code", "math", "video"]
     page.keyboard.press("v")  # over policy versions
     expect(page).to_have_url(re.compile("x=version"))
     versions = page.locator("caption", has_text="Reward in numbers")
     expect(versions).to_have_text(re.compile(r": ([5-9]|1\d) measurements"))
+
+
+def test_a_night_in_one_view(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page("about:blank")
+    of = {"kind": "engine_unavailable", "fault": "engine", "what": "attempt", "message": "Gone."}
+    of |= {"environment": "code", "group_id": ""}
+    rows = [{"n": n, "time": time.time() - 9, "task_id": f"task-{n // 2}", **of} for n in range(3)]
+    page.route("**/v1/failures?*", lambda route: route.fulfill(json={"failures": rows}))
+    page.goto(f"{house.url}#/failures?range=1h")
+    night = page.get_by_role("group", name="What went wrong, by kind")
+    expect(night.get_by_role("row", name="engine_unavailable")).to_contain_text(
+        re.compile(r"\d+ attempts.*and before.*v\d+.*code.*task-0 2 ×.*task-1 1 ×")
+    )
+    expect(night).not_to_contain_text("zero_variance")  # a statistic
+    night.get_by_role("link", name="task-0").click()
+    expect(page.get_by_role("group", name="Failures").get_by_role("row")).to_have_count(3)
+    expect(page.get_by_label("Whose fault").get_by_role("option")).to_have_text(["any", "engine"])
 
 
 def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
@@ -123,8 +143,7 @@ def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
 
 def test_ten_tabs_share_one_stream(house: PageHouse, visitor: Visitor) -> None:
     context = visitor.context()
-    streams: list[Request] = []
-    context.on("request", lambda one: streams.append(one) if "v1/events" in one.url else None)
+    streams = requests_of(context, "v1/events")
     tabs = [context.new_page() for _ in range(10)]
     for tab in tabs:
         tab.goto(f"{house.url}#/runs/trainer")
@@ -148,8 +167,7 @@ def test_without_locks_each_tab_has_its_own_stream(house: PageHouse, visitor: Vi
     context.add_init_script(
         "Object.defineProperty(Navigator.prototype, 'locks', {value: undefined})"
     )
-    streams: list[str] = []
-    context.on("request", lambda one: streams.append(one.url) if "v1/events" in one.url else None)
+    streams = requests_of(context, "v1/events")
     for _ in range(2):
         tab = context.new_page()
         tab.goto(f"{house.url}#/failures")
@@ -223,9 +241,8 @@ def test_ten_alarms_stand_above_every_page_and_lead_to_what_they_mean(
         shown = page.get_by_role("status", name="Alarms").get_by_role("listitem")
         for number, sentence in enumerate(SENTENCES):
             if number == len(SENTENCES) - 1:
-                httpx.post(
-                    f"{alarms.url}/v1/policy/pause", json={}, timeout=PATIENCE
-                ).raise_for_status()
+                paused = httpx.post(f"{alarms.url}/v1/policy/pause", json={}, timeout=PATIENCE)
+                assert paused.is_success
             expect(shown.filter(has_text=re.compile(sentence)).first).to_be_visible()
         shown.filter(has_text="say the same").get_by_role("link", name="show").click()
         expect(page).to_have_url(re.compile("environment=same"))
@@ -257,24 +274,19 @@ def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Vi
         httpx.Client(base_url=url, timeout=PATIENCE) as http,
     ):
 
-        def evaluations() -> list[dict[str, Any]]:
-            return list(http.get("/v1/evaluations").json()["evaluations"])
-
-        def states() -> list[str]:
-            return [one["state"] for one in evaluations()]
+        def each(name: str) -> list[Any]:
+            return [one[name] for one in http.get("/v1/evaluations").json()["evaluations"]]
 
         assert "held_out" not in http.get("/v1/source").json()["parts"]
         for count in (1, 2):
             version = {"version": count - 1}
             http.post("/v1/policy-version", json=version).raise_for_status()
-            until(lambda n=count: states() == ["complete"] * n, lambda: str(states()))
-        means = [one["results"]["evaluate/math/mean_reward"] for one in evaluations()]
+            until(lambda n=count: each("state") == ["complete"] * n, lambda: str(each("state")))
+        means = [results["evaluate/math/mean_reward"] for results in each("results")]
         page = visitor.page(f"{url}/#/held_out")
         expect(page.get_by_label("Rewards of 2 evaluations over policy versions")).to_be_visible()
-        points = page.locator(".versions a title")
-        told = [f"version {version}: mean {mean:.3g} of" for version, mean in enumerate(means)]
-        for point, text in zip(points.all_text_contents(), told, strict=True):
-            assert point.startswith(text)
+        points = [re.compile(f"^version {at}: mean {mean:.3g} of") for at, mean in enumerate(means)]
+        expect(page.locator(".versions a title")).to_have_text(points)
         expect(page.get_by_role("rowheader")).to_have_text(["1", "0"])
         axe(page)
         page.close()  # before the server ends, which it would report
@@ -283,26 +295,17 @@ def test_each_evaluated_version_is_a_point_and_a_row(tmp_path: Path, visitor: Vi
 # What the overview calls a change: what differs beyond noise, and nothing else
 
 
-def said_of(folder: Path) -> list[list[str]]:
-    """What is said of each hour of a day, the last first: "reward code bad"."""
+@pytest.mark.usefixtures("_has_browser")
+def test_a_day_of_noise_and_slow_progress_has_no_changes(tmp_path: Path) -> None:
     day = [(60.0 * minute, one) for minute, one in enumerate(rows(1440, 0))]
-    script = folder / "changes.mjs"
-    bundle = [
-        DASHBOARD / "node_modules" / ".bin" / "rolldown",
-        Path(__file__).with_name("changes.ts"),
-    ]
-    words = [*map(str, bundle), "--platform", "node", "-o", str(script)]
+    script, source = tmp_path / "changes.mjs", Path(__file__).with_name("changes.ts")
+    rolldown = DASHBOARD / "node_modules" / ".bin" / "rolldown"
+    words = [rolldown, source, "--platform", "node", "-o", script]
     subprocess.run(words, check=True, capture_output=True, cwd=DASHBOARD)
     series = orjson.dumps(curves(day, len(day), frozenset()))
     told = subprocess.run(["node", str(script)], input=series, check=True, capture_output=True)
-    return [orjson.loads(line) for line in told.stdout.splitlines()]
-
-
-@pytest.mark.usefixtures("_has_browser")
-def test_a_day_of_noise_and_slow_progress_has_no_changes(tmp_path: Path) -> None:
-    said = said_of(tmp_path)
-    assert len(said) > 250
-    assert [one for one in said if one] == []
+    said = told.stdout.splitlines()  # of each hour, the last first: ["reward code bad"]
+    assert len(said) > 250 and {*said} == {b"[]"}
 
 
 # `envserver view` in a browser: evaluations, their comparison, a file that grows; and pages that
@@ -310,10 +313,6 @@ def test_a_day_of_noise_and_slow_progress_has_no_changes(tmp_path: Path) -> None
 
 AT_ITS_END = "ERR_INCOMPLETE_CHUNKED_ENCODING|ERR_CONNECTION_REFUSED"
 HOSTILE = '<img src=x onerror="alert(1)">\u202eevil'
-
-
-def listed(page: Page) -> Locator:
-    return page.get_by_role("listbox", name="Groups").get_by_role("option")
 
 
 @pytest.fixture(scope="module")
@@ -368,19 +367,14 @@ def test_a_file_of_a_gigabyte_is_shown_while_it_is_read(tmp_path: Path, visitor:
             size += out.write(orjson.dumps(line(number, (0.0, 1.0) * 4, answers=answers)) + b"\n")
     visitor.allow(AT_ITS_END)
     with running("view", file, folder=tmp_path) as view:
-        started = time.monotonic()
         page = visitor.page(view.wait_for(r"http://[\d.]+:\d+/")[0])
-        expect(listed(page).first).to_contain_text("math-")
-        shown = time.monotonic() - started
+        groups = page.get_by_role("listbox", name="Groups")
+        expect(groups.get_by_role("option").first).to_contain_text("math-")
         expect(page.get_by_text("so far")).to_have_count(0)
-        whole = time.monotonic() - started
-        memory = peak_mb(view.pid)
-        print(f"{number} groups: page after {shown:.2f} s, all after {whole:.2f} s, {memory} MB")
-        assert memory < 400
-
-
-def peak_mb(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmHWM:")[2].split()[0]) // 1024
+        status = Path(f"/proc/{view.pid}/status").read_text()
+        peak_kb = int(status.partition("VmHWM:")[2].split()[0])
+        print(f"{number} groups, {peak_kb} KB")
+        assert peak_kb < 400_000
 
 
 # Pages that are files
@@ -395,9 +389,8 @@ ATTACKS = (
 
 def test_exported_rollouts_are_inert(visitor: Visitor, tmp_path: Path) -> None:
     facts = {"tools": [{"type": "function", "function": {"name": ATTACKS}}], "flags": [ATTACKS]}
-    source = write_lines(
-        tmp_path / "run.jsonl", [line(0, (0.0, 1.0), answers=[ATTACKS] * 2, **facts)]
-    )
+    rollouts = [line(0, (0.0, 1.0), answers=[ATTACKS] * 2, **facts)]
+    source = write_lines(tmp_path / "run.jsonl", rollouts)
     assert main(["export", str(source), "--to", "html", "--out", str(tmp_path / "out.html")]) == 0
     page = visitor.page((tmp_path / "out.html").as_uri())
     assert "owned" not in page.title()

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    Page,
+    Playwright,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 from .waiting import PATIENCE
 
@@ -148,6 +156,13 @@ class Visitor:
         page.on("request", lambda one: requested(one.url, one.is_navigation_request()))
 
 
+def requests_of(page: Page | BrowserContext, part: str) -> list[Request]:
+    """The requests from now on whose addresses have `part`; the list grows."""
+    found: list[Request] = []
+    page.on("request", lambda request: part in request.url and found.append(request))
+    return found
+
+
 def axe(page: Page) -> None:
     """Judges the page as it is now by WCAG 2.2 AA and axe's best practices.
 
@@ -158,16 +173,17 @@ def axe(page: Page) -> None:
         page.evaluate(AXE.read_text())
     # What the browser leaves undrawn outside the window would be judged on some runs only.
     found = page.evaluate(
-        "async (rules) => {"
-        "const late = [...document.querySelectorAll('*')]"
-        ".filter((one) => getComputedStyle(one).contentVisibility === 'auto');"
-        "late.forEach((one) => { one.style.contentVisibility = 'visible'; });"
-        "try {"
-        "const { violations } = await axe.run(document, {runOnly: {type: 'tag', values: rules}});"
-        "return violations.map((v) => [v.id, v.help, v.nodes.map((n) => "
-        "`${n.target.join(' ')}: ${n.failureSummary}`)]);"
-        "} finally { late.forEach((one) => { one.style.contentVisibility = ''; }); }"
-        "}",
+        """async (rules) => {
+            const late = [...document.querySelectorAll('*')]
+                .filter((one) => getComputedStyle(one).contentVisibility === 'auto');
+            late.forEach((one) => { one.style.contentVisibility = 'visible'; });
+            try {
+                const runOnly = {type: 'tag', values: rules};
+                const { violations } = await axe.run(document, { runOnly });
+                return violations.map((v) => [v.id, v.help, v.nodes.map((n) =>
+                    `${n.target.join(' ')}: ${n.failureSummary}`)]);
+            } finally { late.forEach((one) => { one.style.contentVisibility = ''; }); }
+        }""",
         list(_RULES),
     )
     told = [f"{rule}: {words}\n  " + "\n  ".join(nodes[:5]) for rule, words, nodes in found]

@@ -1,6 +1,6 @@
 // Reads JSON of /v1. Addresses are relative: the page works behind any path prefix.
 
-import { useEffect, useState } from "preact/hooks";
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 
 /** A failure that the server told, or that kept us from hearing it. `status` 0: no answer came. */
 export class Problem extends Error {
@@ -59,7 +59,7 @@ async function answer(path: string, init: RequestInit): Promise<unknown> {
 export interface Loaded<T> {
   data: T | null;
   problem: Problem | null;
-  /** Reads again; what is shown stays until the answer is there. */
+  /** Reads again; what is shown stays until the answer is there. A request that is under way is never aborted. */
   again: () => void;
 }
 
@@ -70,12 +70,19 @@ export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
     data: null,
     problem: null,
   });
-  const [turn, setTurn] = useState(0);
+  const begin = useRef(() => {});
   useEffect(() => {
     if (path === null) return;
     const stop = new AbortController();
     let timer = 0;
+    let isReading = false;
+    let isWanted = false; // once more, as soon as the answer is there
     const read = async () => {
+      isWanted = isReading;
+      if (isReading) return;
+      isReading = true;
+      clearTimeout(timer);
+      let wait = seconds;
       try {
         const data = await get<T>(path, stop.signal);
         set({ path, data, problem: null });
@@ -83,11 +90,12 @@ export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
         if (stop.signal.aborted) return;
         const problem = error instanceof Problem ? error : new Problem(0, String(error));
         set((old) => ({ path, data: old.path === path ? old.data : null, problem }));
-        if (problem.status === 0 || problem.status === 503) later(2);
-        else if (seconds > 0) later(seconds);
-        return;
+        if (problem.status === 0 || problem.status === 503) wait = 2;
       }
-      if (seconds > 0) later(seconds);
+      isReading = false;
+      if (stop.signal.aborted) return;
+      if (isWanted) void read();
+      else if (wait > 0) later(wait);
     };
     const later = (wait: number) => {
       timer = setTimeout(() => {
@@ -96,12 +104,15 @@ export function useGet<T>(path: string | null, seconds = 0): Loaded<T> {
         else void read();
       }, wait * 1000);
     };
+    begin.current = () => void read();
     void read();
     return () => {
+      begin.current = () => {};
       stop.abort();
       clearTimeout(timer);
     };
-  }, [path, seconds, turn]);
+  }, [path, seconds]);
+  const again = useCallback(() => begin.current(), []);
   const fresh = state.path === path;
-  return { data: fresh ? state.data : null, problem: fresh ? state.problem : null, again: () => setTurn((n) => n + 1) };
+  return { data: fresh ? state.data : null, problem: fresh ? state.problem : null, again };
 }

@@ -258,3 +258,20 @@ export function isFailure(rollout: Rollout, range: RewardRange | undefined): boo
   if (rollout.usage.ended_by !== "agent" || rollout.truncated || reward === null) return true;
   return reward <= (range?.low ?? 0);
 }
+
+/** A row of GET /v1/failures. */
+export interface Failure {
+  n: number;
+  time: number;
+  environment: string;
+  task_id: string;
+  group_id: string;
+  rollout: number | null;
+  attempt: number | null;
+  kind: string;
+  fault: string;
+  message: string;
+  what: "attempt" | "rollout" | "group" | "drop";
+  count?: number;
+  runner?: string | null;
+}

@@ -41,11 +41,14 @@ export function duration(seconds: number | null | undefined): string {
   return `${number(seconds / 3600, 3)} h`;
 }
 
-/** The time of day, and the date unless it is today. `seconds` since 1970. */
+/** The time of day, and the day unless it is today. `seconds` since 1970. */
 export function clock(seconds: number): string {
   const at = new Date(seconds * 1000);
   const time = at.toLocaleTimeString("en-GB");
-  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en-CA")} ${time}`;
+  const now = new Date();
+  if (at.toDateString() === now.toDateString()) return time;
+  const day = at.toLocaleDateString("en-CA");
+  return `${at.getFullYear() === now.getFullYear() ? day.slice(5) : day} ${time}`;
 }
 
 /** A number of bytes or characters as people say it: 812, 12 k, 3.4 M. */
@@ -62,10 +65,13 @@ export function setServerTime(seconds: number): void {
   ahead = seconds - Date.now() / 1000;
 }
 
+/** Clocks differ by a little: so many seconds ahead is now. */
+const SKEW = 5;
+
 /** Seconds ago in words, by the server's clock; the time where that says more. */
 export function ago(seconds: number, now: number = Date.now() / 1000 + ahead): string {
   const past = now - seconds;
-  return past < 0 || past > 86_400 ? clock(seconds) : past < 1 ? "now" : duration(past);
+  return past < -SKEW || past > 86_400 ? clock(seconds) : past < 1 ? "now" : duration(past);
 }
 
 /** JSON with line breaks; text stays as it is. */

@@ -341,10 +341,9 @@ async def test_failures_say_whose_fault_in_words_without_secrets(server: Server)
     server.failed(LimitReached("Too many turns."), final=True)
     server.failed(Stale("Too old."), "other", final=True)
     server.dropped("incomplete", is_failure=True)
-    server.dropped("zero_variance", "all alike")
+    server.dropped("zero_variance", "all alike")  # a statistic
     found = await server.failures()
     assert [(row["kind"], row["fault"], row["what"]) for row in found["failures"]] == [
-        ("zero_variance", "model", "drop"),
         ("incomplete", "model", "group"),
         ("stale", "trainer", "rollout"),
         ("limit_reached", "model", "rollout"),

@@ -148,7 +148,7 @@ async def test_failures_beside_a_file_are_told_as_a_server_tells_them(tmp_path: 
     (row,) = found.log.after(0)
     assert (row.kind, row.fault, row.what) == (failure.kind, "engine", "rollout")
     assert (row.environment, row.rollout, row.attempt, row.time) == ("math", 1, 2, 5.0)
-    beside.write(GroupDropped(**names, reason="zero_variance", failed=False, message="", at=6.0))
+    beside.write(GroupDropped(**names, reason="too_long", failed=False, message="", at=6.0))
     with beside.path.open("ab") as file_of_failures:
         file_of_failures.write(b'{"event": "rollout_fai')
     await found.read_new()

@@ -64,12 +64,14 @@ export function Engines() {
                   ))}
                 </tbody>
               </table>
-              {engines.length === 0 && <p class="dim">This server calls no engine.</p>}
+              {engines.length === 0 && <p class="dim">
+                  This server calls no engine. <code>--openai.base_url URL</code> names one.
+                </p>}
             </div>
           )}
         </Show>
       </section>
-      {series && <Charts ids={["calls", "callsWaiting", "answer", "errors", "tokens"]} series={series} seconds={HOUR} />}
+      {series && <Charts ids={["calls", "callsWaiting", "answer", "errors", "completionTokens", "promptTokens"]} series={series} seconds={HOUR} />}
     </>
   );
 }

@@ -1,73 +1,67 @@
-// Failures: the last thousand, whose fault they were, in which words; what was dropped, and why.
+// What went wrong, and the last thousand failures: whose fault they were, in which words; what was dropped, and why.
 
 import { useEffect, useRef, useState } from "preact/hooks";
-import { get, useGet } from "../api";
+import { type Loaded, useGet } from "../api";
 import { useLive } from "../live";
+import { groupedBy } from "../night";
+import { Choice } from "../parts/filters";
 import { useKeys } from "../parts/keys";
 import { Show } from "../parts/loaded";
+import { Night } from "../parts/night";
+import type { Failure } from "../records";
 import { link, setQuery, usePlace } from "../router";
-import { clock, named, number, visible } from "../text";
+import { useSource } from "../source";
+import { clock, count, named, number, visible } from "../text";
 import "./failures.css";
-
-/** A row of GET /v1/failures. */
-interface Failure {
-  n: number;
-  time: number;
-  environment: string;
-  task_id: string;
-  group_id: string;
-  rollout: number | null;
-  attempt: number | null;
-  kind: string;
-  fault: string;
-  message: string;
-  what: "attempt" | "rollout" | "group" | "drop";
-  count?: number;
-  runner?: string | null;
-}
 
 interface Answer {
   failures: Failure[];
-  counts: Record<string, number>;
-  next: number | null;
 }
 
-const FAULTS = ["model", "environment", "engine", "trainer", "infrastructure"];
 const WHATS = { attempt: "attempt, tried again", rollout: "rollout lost", group: "group lost", drop: "group dropped" };
+const FIELDS = ["fault", "environment", "task", "kind"] as const;
+/** All that the server keeps. */
+const MOST = 1000;
 const PAGE = 100;
-const MANY_MS = 2000;
+const MANY_MS = 5000;
+
+type Filter = Record<(typeof FIELDS)[number], string>;
 
 export function Failures() {
   const { query } = usePlace();
-  const filter = { environment: query.get("environment") ?? "", kind: query.get("kind") ?? "", fault: query.get("fault") ?? "" };
-  const path = `v1/failures?${new URLSearchParams({ limit: String(PAGE), ...given(filter) })}`;
-  const first = useGet<Answer>(path, 60);
-  const list = useList(path, first.data, filter);
-  useLive("resync", first.again);
-  // Many at once are only counted: they are read, once in two seconds.
-  const waiting = useRef(0);
-  useLive("failures", () => {
-    waiting.current ||= window.setTimeout(() => {
-      waiting.current = 0;
-      first.again();
-    }, MANY_MS);
-  });
-  useKeys("Failures", [{ key: "x", text: "show all failures", run: () => setQuery({ environment: null, kind: null, fault: null }) }]);
+  const source = useSource();
+  const filter = Object.fromEntries(FIELDS.map((name) => [name, query.get(name) ?? ""])) as Filter;
+  const { read, all, known } = useFailures();
+  const [length, setLength] = useState(PAGE);
+  const rows = all.filter((row) => isOf(row, filter));
+  useKeys("Failures", [{ key: "x", text: "show all failures", run: () => setQuery(Object.fromEntries(FIELDS.map((name) => [name, null]))) }]);
   return (
     <>
-      <Filters filter={filter} counts={first.data?.counts ?? {}} />
+      {source?.parts.includes("overview") && <Night failures={all} />}
       <section class="panel" aria-labelledby="failures-title">
-        <h2 id="failures-title">Failures and drops</h2>
-        <Show of={first} what="failures">
+        <h2 id="failures-title">Failures and drops, the newest first</h2>
+        <Filters filter={filter} all={all} query={query} />
+        <Show of={read} what="failures">
           {() => (
             <>
-              <Table rows={list.rows} known={list.known} />
-              {list.rows.length === 0 && <p class="dim">{isAny(filter) ? "None of the last 1,000 is of this kind." : "Nothing has failed since the server started."}</p>}
-              {list.more && (
-                <button type="button" onClick={list.more}>
+              {rows.length > 0 && <Table rows={rows.slice(0, length)} known={known} />}
+              {rows.length === 0 && (
+                <p class="dim">
+                  {all.length === 0 ? (
+                    "Nothing has failed since the server started."
+                  ) : (
+                    <>
+                      None of the last {count(all.length, "failure")} matches. <a href={link(["failures"])}>Show all failures</a>
+                    </>
+                  )}
+                </p>
+              )}
+              {rows.length > length && (
+                <button type="button" onClick={() => setLength(length + PAGE)}>
                   Older
                 </button>
               )}
+              {all.length >= MOST && <p class="dim">The server keeps the last {number(MOST)} failures; the log has all.</p>}
             </>
           )}
         </Show>
@@ -76,60 +70,60 @@ export function Failures() {
   );
 }
 
-/** The first page as it was read last, what came since, and older pages that were asked for. */
-function useList(path: string, first: Answer | null, filter: Record<string, string>): { rows: Failure[]; known: number; more: (() => void) | null } {
+/** The failures that the server keeps, and what came since they were read. */
+function useFailures(): { read: Loaded<Answer>; all: Failure[]; known: number } {
+  const read = useGet<Answer>(`v1/failures?limit=${MOST}`, 60);
+  const [later, add] = useState<Failure[]>([]);
   const known = useRef(Infinity); // what is newer came while the page was open
-  const [state, set] = useState<{ path: string; rows: Failure[]; next: number | null }>({ path, rows: [], next: null });
-  useEffect(() => {
-    if (!first) return;
-    known.current = Math.min(known.current, first.failures[0]?.n ?? 0);
-    set((old) => {
-      const oldest = first.failures.at(-1)?.n ?? 0;
-      const newest = first.failures[0]?.n ?? 0;
-      const last = old.rows[0]?.n ?? 0;
-      // Smaller numbers than before: the server has started again. Much larger ones: rows are left out.
-      const isOther = old.path !== path || last > newest || last < oldest;
-      const older = isOther ? [] : old.rows.filter(({ n }) => n < oldest);
-      return { path, rows: [...first.failures, ...older], next: older.length ? old.next : first.next };
-    });
-  }, [first]);
-  useLive("failure", (failure: Failure) => {
-    const wanted = Object.entries(given(filter)).every(([name, value]) => failure[name as keyof Failure] === value);
-    if (wanted) set((old) => (old.rows.some(({ n }) => n === failure.n) ? old : { ...old, rows: [failure, ...old.rows] }));
+  const failures = read.data?.failures ?? [];
+  const newest = failures[0]?.n ?? 0;
+  if (read.data) known.current = Math.min(known.current, newest);
+  useLive("resync", () => {
+    add([]); // a server that started again counts anew
+    read.again();
   });
-  const isShown = state.path === path;
-  const more = async () => {
-    const page = await get<Answer>(`${path}&before=${state.next}`);
-    set((old) => (old.path === path && old.next === state.next ? { path, rows: [...old.rows, ...page.failures], next: page.next } : old));
-  };
-  return { rows: isShown ? state.rows : [], known: known.current, more: isShown && state.next !== null ? () => void more() : null };
+  // Many at once are only counted: they are read.
+  const waiting = useRef(0);
+  useEffect(() => () => clearTimeout(waiting.current), []);
+  useLive("failures", () => {
+    waiting.current ||= window.setTimeout(() => {
+      waiting.current = 0;
+      read.again();
+    }, MANY_MS);
+  });
+  useLive("failure", (failure: Failure) => add((old) => (old.some(({ n }) => n === failure.n) ? old : [failure, ...old].slice(0, MOST))));
+  return { read, all: [...later.filter(({ n }) => n > newest), ...failures], known: known.current };
 }
 
-function Filters({ filter, counts }: { filter: { environment: string; kind: string; fault: string }; counts: Record<string, number> }) {
+function isOf(row: Failure, { task, ...others }: Filter, but?: string): boolean {
+  return Object.entries({ ...others, task_id: task }).every(([name, value]) => !value || name === but || row[name as keyof Failure] === value);
+}
+
+function Filters({ filter, all, query }: { filter: Filter; all: Failure[]; query: URLSearchParams }) {
+  // Only what gives a list that is not empty.
+  const values = (name: "fault" | "environment") =>
+    [...new Set(all.filter((row) => isOf(row, filter, name)).map((row) => row[name]))].filter(Boolean).toSorted();
+  const kinds = groupedBy(
+    all.filter((row) => isOf(row, filter, "kind")),
+    ({ kind }) => kind,
+  );
+  const to = (kind: string) => link(["failures"], { ...Object.fromEntries(query), kind });
   return (
     <form class="row" aria-label="Filter" onSubmit={(event) => event.preventDefault()}>
-      <label>
-        whose fault
-        <select value={filter.fault} onChange={(event) => setQuery({ fault: event.currentTarget.value })}>
-          <option value="">all</option>
-          {FAULTS.map((name) => (
-            <option key={name} value={name}>
-              {name}
-            </option>
-          ))}
-        </select>
-      </label>
-      <label>
-        environment
-        <input type="search" value={filter.environment} size={12} onChange={(event) => setQuery({ environment: event.currentTarget.value })} />
-      </label>
+      <Choice query={query} name="fault" label="Whose fault" options={values("fault")} />
+      <Choice query={query} name="environment" label="Environment" options={values("environment")} />
+      {filter.task && (
+        <button type="button" onClick={() => setQuery({ task: null })}>
+          only {named(filter.task)} ✕
+        </button>
+      )}
       <span class="choice" role="group" aria-label="Kind">
-        <a href={link(["failures"], { ...filter, kind: "" })} aria-current={filter.kind === ""}>
+        <a href={to("")} aria-current={filter.kind === ""}>
           all kinds
         </a>
-        {Object.entries(counts).map(([kind, count]) => (
-          <a key={kind} href={link(["failures"], { ...filter, kind })} aria-current={filter.kind === kind}>
-            {visible(kind)} <b>{number(count)}</b>
+        {[...kinds].toSorted().map(([kind, alike]) => (
+          <a key={kind} href={to(kind)} aria-current={filter.kind === kind}>
+            {visible(kind)} <b>{number(alike.reduce((sum, row) => sum + (row.count ?? 1), 0))}</b>
           </a>
         ))}
       </span>
@@ -198,12 +192,4 @@ function Rollout({ row: { group_id, rollout, attempt, what, runner } }: { row: F
       <a href={link(path)}>{rollout === null ? "group" : `number ${rollout}`}</a> {attempt !== null && <span class="dim">attempt {attempt}</span>}
     </>
   );
-}
-
-function given(filter: Record<string, string>): Record<string, string> {
-  return Object.fromEntries(Object.entries(filter).filter(([, value]) => value));
-}
-
-function isAny(filter: Record<string, string>): boolean {
-  return Object.values(filter).some(Boolean);
 }

@@ -68,9 +68,14 @@ export function Groups() {
   useLive("resync", () => {
     list.isOfAnotherStore().then((isOther) => (isOther ? readAgain() : arrived()), arrived);
   });
+  const counting = useRef(0);
+  useEffect(() => () => clearTimeout(counting.current), []);
   const take = () => {
     if (!list.take()) readAgain();
-    rewards.again();
+    counting.current ||= window.setTimeout(() => {
+      counting.current = 0;
+      rewards.again();
+    }, LOOK_AGAIN_MS);
     document.querySelector(".group-list")?.scrollTo({ top: 0 });
   };
   // Nobody is reading: what arrives slides in.
@@ -134,7 +139,7 @@ export function Groups() {
               No group matches. <a href={link(["groups"])}>Show all groups</a>
             </>
           ) : (
-            "No group has been finished yet."
+            "No group has been finished yet. The first appears when all its rollouts are scored and, in training, their rewards differ; Workers shows what is in progress, Failures what went wrong."
           )}
         </p>
       ) : (
@@ -146,8 +151,8 @@ export function Groups() {
             <Sort title="mean" order={list.order} by={["worst", "best"]} isRight />
             <Sort title="rewards" order={list.order} by={["widest"]} />
             <span class="right">version</span>
-            <span class="right">turns</span>
-            <Sort title="tokens" order={list.order} by={["longest"]} isRight />
+            <span class="right" title="of its longest rollout">turns</span>
+            <Sort title="tokens" hint="completion tokens of all its rollouts" order={list.order} by={["longest"]} isRight />
             <span>ends, flags</span>
           </div>
           <div class="group-list-box" onMouseEnter={() => (isOver.current = true)} onMouseLeave={() => (isOver.current = false)}>
@@ -173,12 +178,12 @@ export function Groups() {
 }
 
 /** A column's head that sorts, one way and the other. */
-function Sort({ title, order, by, isRight = false }: { title: string; order: string; by: string[]; isRight?: boolean }) {
+function Sort({ title, hint, order, by, isRight = false }: { title: string; hint?: string; order: string; by: string[]; isRight?: boolean }) {
   const at = by.indexOf(order);
   const next = by[(at + 1) % by.length]!;
   const mark = at < 0 ? "" : order === "worst" || order === "oldest" ? " ↑" : " ↓";
   return (
-    <button class={isRight ? "sort right" : "sort"} aria-pressed={at >= 0} title={`order: ${next}`} onClick={() => setQuery({ order: next === "newest" ? null : next, chosen: null })}>
+    <button class={isRight ? "sort right" : "sort"} aria-pressed={at >= 0} title={`${hint ? `${hint}; ` : ""}order: ${next}`} onClick={() => setQuery({ order: next === "newest" ? null : next, chosen: null })}>
       {title}
       {mark}
     </button>

@@ -72,11 +72,23 @@ function Choices({ range, isByVersion }: { range: string; isByVersion: boolean }
         </a>
       </span>
       <span class="dim legend">
-        {isByVersion
-          ? "Means of what ended while each version was the published one."
-          : "Thick: moving mean. Faint: each measurement. Dashed upright: a policy version; red: a start of the server."}
+        {isByVersion ? "Each point: the mean of what ended while that version was the published one." : <Legend />}
       </span>
     </nav>
+  );
+}
+
+function Legend() {
+  const sample = (line: string) => (
+    <svg class={`sample ${line}`} width="24" height="12" aria-hidden="true">
+      {line === "mean" || line === "each" ? <path d="M0 9 L8 5 L16 7 L24 2" /> : <path d="M12 0 V12" />}
+    </svg>
+  );
+  return (
+    <>
+      <span>{sample("mean")} moving mean</span> <span>{sample("each")} each measurement</span> <span>{sample("version")} a new policy version</span>{" "}
+      <span>{sample("start")} a start of the server</span>
+    </>
   );
 }
 
@@ -85,6 +97,12 @@ function Sections(shown: Shown) {
   const sections = shown.isByVersion ? ["Learning", "Lengths and ends"] : SECTIONS;
   return (
     <>
+      {environments.length === 0 && (
+        <p class="panel">
+          No environment has made groups yet. <code>envserver serve --env math --model sim</code> shows what these pages look like; <code>envserver join</code> adds an
+          environment to this server.
+        </p>
+      )}
       {sections.map((section) => {
         const charts = FIGURES.filter((figure) => figure.section === section && (!shown.isByVersion || figure.hasVersions)).map((figure) =>
           chartOf(figure, environments, shown),

@@ -73,7 +73,9 @@ function AllRuns() {
                   ))}
                 </tbody>
               </table>
-              {runs.length === 0 && <p class="dim">No trainer has made a run yet.</p>}
+              {runs.length === 0 && <p class="dim">
+                  No trainer has made a run yet. One does by <code>SyncEnvClient(URL, run="NAME", batch_size=16)</code>, or over the wire of Atropos.
+                </p>}
             </div>
           )}
         </Show>
@@ -198,7 +200,7 @@ function Leases({ path }: { path: string }) {
               {total > leases.length && <p class="dim">and {number(total - leases.length)} more</p>}
             </div>
           ) : (
-            <p class="dim">Nothing is leased now.</p>
+            <p class="dim">Nothing is leased now: the trainer has acknowledged all it took, or waits for whole batches.</p>
           )
         }
       </Show>
@@ -233,7 +235,7 @@ function Checkpoints({ path }: { path: string }) {
               </tbody>
             </table>
           ) : (
-            <p class="dim">The trainer has named none: a group counts as delivered when it is acknowledged.</p>
+            <p class="dim">None is named: <code>client.ack(batch, checkpoint="step-1")</code> does. Until then a group counts as delivered when it is acknowledged.</p>
           )
         }
       </Show>

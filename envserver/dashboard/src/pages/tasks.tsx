@@ -3,6 +3,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { get, Problem, useGet } from "../api";
 import { useLive } from "../live";
+import { Field } from "../parts/filters";
 import { useKeys } from "../parts/keys";
 import { WindowedList } from "../parts/list";
 import { ShortName } from "../parts/short_name";
@@ -28,7 +29,6 @@ interface SeenTask {
 
 const ORDERS = ["newest", "worst", "best", "widest", "most"];
 const PAGE = 200;
-const WAIT_MS = 300;
 const MOST_OF_TASK = 1000;
 
 export function TasksRoutes() {
@@ -44,19 +44,23 @@ function Tasks() {
   const asked = new URLSearchParams({ order, limit: String(PAGE) });
   for (const name of ["environment", "text"]) if (query.get(name)) asked.set(name, query.get(name)!);
   const list = usePages(asked.toString());
+  // Of all environments, where the list is of one.
+  const text = query.get("text") ?? "";
+  const others = useGet<{ tasks: SeenTask[] }>(query.get("environment") ? `v1/tasks/seen?${new URLSearchParams({ order: "newest", limit: String(PAGE), text })}` : null);
+  const environments = [...new Set((others.data?.tasks ?? list.rows).map((row) => row.environment))].toSorted();
   useLive("resync", () => list.rows.length <= PAGE && list.again()); // further down, nothing moves
   const chosen = query.get("chosen");
   const keyOf = (row: SeenTask) => JSON.stringify([row.environment, row.task_id]);
   const linkOf = (row: SeenTask) => link(["tasks", row.environment, row.task_id]);
   useKeys("Tasks", [
-    { key: "/", text: "search", run: () => document.querySelector<HTMLInputElement>("#task-text")?.focus() },
+    { key: "/", text: "search", run: () => document.querySelector<HTMLInputElement>("#filter-text")?.focus() },
     { key: "Escape", text: "choose no row", run: () => setQuery({ chosen: null }) },
   ]);
   return (
     <div class="groups-page">
       <form class="filters" role="search" onSubmit={(event) => event.preventDefault()}>
-        <Typed name="text" label="Search" hint="part of a task's id" given={query.get("text") ?? ""} />
-        <Typed name="environment" label="Environment" hint="" given={query.get("environment") ?? ""} />
+        <Field query={query} name="text" label="Search" type="search" hint="part of a task's id" />
+        <Field query={query} name="environment" label="Environment" options={environments} />
         <label>
           Order
           <select value={order} onChange={(event) => setQuery({ order: event.currentTarget.value, chosen: null })}>
@@ -78,14 +82,22 @@ function Tasks() {
         </p>
       )}
       {list.isWhole && list.rows.length === 0 && !list.problem ? (
-        <p class="dim">No task {query.get("text") || query.get("environment") ? "matches" : "was seen yet"}.</p>
+        <p class="dim">
+          {query.get("text") || query.get("environment") ? (
+            <>
+              No task matches. <a href={link(["tasks"])}>Show all tasks</a>
+            </>
+          ) : (
+            "No task was seen yet: one is, when the first group of its rollouts is finished."
+          )}
+        </p>
       ) : (
         <>
           <div class="list-head task-cells" aria-hidden="true">
             <span>task</span>
             <span>environment</span>
             <span class="right">mean</span>
-            <span class="right">spread</span>
+            <span class="right" title="highest − lowest reward">range</span>
             <span class="right">solved</span>
             <span class="right">rollouts</span>
             <span class="right">groups</span>
@@ -126,22 +138,6 @@ function TaskCells({ row }: { row: SeenTask }) {
       <span class="right">{row.last_version < 0 ? "–" : row.last_version}</span>
       <span class="dim">{ago(row.last_time)}</span>
     </>
-  );
-}
-
-function Typed({ name, label, hint, given }: { name: string; label: string; hint: string; given: string }) {
-  const [text, write] = useState(given);
-  useEffect(() => write(given), [given]);
-  useEffect(() => {
-    if (text === given) return;
-    const timer = setTimeout(() => setQuery({ [name]: text.trim() || null, chosen: null }), WAIT_MS);
-    return () => clearTimeout(timer);
-  }, [text]);
-  return (
-    <label>
-      {label}
-      <input id={`task-${name}`} type="search" placeholder={hint} value={text} autocomplete="off" spellcheck={false} onInput={(event) => write(event.currentTarget.value)} />
-    </label>
   );
 }
 
@@ -201,7 +197,11 @@ function TaskPage({ environment, task }: { environment: string; task: string }) 
         </p>
       )}
       {!data && !problem && <p class="dim">Reading …</p>}
-      {data && rows.length === 0 && <p class="dim">No group of this task is kept.</p>}
+      {data && rows.length === 0 && (
+        <p class="dim">
+          No group of this task is kept: each was dropped, removed, or is not finished. <a href={link(["failures"], { environment, task })}>Its failures</a> may say why.
+        </p>
+      )}
       {rows.length > 0 && (
         <>
           <p class="facts">
@@ -229,7 +229,7 @@ function TaskPage({ environment, task }: { environment: string; task: string }) 
               line={(row) => (
                 <>
                   <span class="dim">{clock(row.created_at)}</span>
-                  <span>{row.policy_version < 0 ? "v –" : `v ${row.policy_version}`}</span>
+                  <span>{row.policy_version < 0 ? "–" : `v${row.policy_version}`}</span>
                   <span class="right">{number(row.reward_mean)}</span>
                   <span class="sparks" aria-hidden="true">{sparks(row.rewards ?? [], 0, Math.max(1, row.reward_max ?? 1))}</span>
                   <span class="dim">{visible(row.model ?? "")}</span>

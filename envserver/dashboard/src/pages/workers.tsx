@@ -56,6 +56,7 @@ interface Leader {
 }
 
 const HOUR = 3600;
+const STATES = { waiting: "waiting", playing: "in a worker", scoring: "being scored" };
 const MOST = 200;
 
 export function Workers() {
@@ -86,7 +87,7 @@ function Pools() {
                 <tr>
                   <th scope="col">environment</th>
                   <th scope="col" class="n">processes</th>
-                  <th scope="col" class="n">rollouts now</th>
+                  <th scope="col" class="n">rollouts in workers</th>
                   <th scope="col" class="n">dedicated</th>
                   <th scope="col" class="n">sandboxes</th>
                   <th scope="col" class="n">replaced</th>
@@ -118,7 +119,9 @@ function Pools() {
                 ))}
               </tbody>
             </table>
-            {!Object.keys(workers).length && <p class="dim">This server makes no rollouts itself.</p>}
+            {!Object.keys(workers).length && <p class="dim">
+                This server runs no environment. <code>envserver serve --env NAME</code> does, or <code>envserver join</code> from another machine.
+              </p>}
           </div>
         )}
       </Show>
@@ -133,8 +136,8 @@ function RunningNow() {
   return (
     <section class="panel" aria-labelledby="running-title">
       <div class="row">
-        <h2 id="running-title">Rollouts now</h2>
-        {running.data && <span class="dim">{number(running.data.total)}, the oldest first</span>}
+        <h2 id="running-title">Rollouts in progress</h2>
+        {running.data && <span class="dim">{states(running.data)}, the oldest first</span>}
         {environment && (
           <button type="button" onClick={() => setQuery({ environment: null })}>
             only {visible(environment)} ✕
@@ -144,7 +147,7 @@ function RunningNow() {
       <Show of={running} what="rollouts">
         {({ rollouts }) =>
           rollouts.length ? (
-            <div class="scroll tall" tabIndex={0} role="group" aria-label="Rollouts now">
+            <div class="scroll tall" tabIndex={0} role="group" aria-label="Rollouts in progress">
               <table>
                 <thead>
                   <tr>
@@ -154,7 +157,7 @@ function RunningNow() {
                     <th scope="col">state</th>
                     <th scope="col" class="n">for</th>
                     <th scope="col" class="n">turns</th>
-                    <th scope="col" class="n">tokens</th>
+                    <th scope="col" class="n">completion tokens</th>
                     <th scope="col" class="n">attempt</th>
                     <th scope="col" class="n">process</th>
                   </tr>
@@ -169,7 +172,7 @@ function RunningNow() {
                       </th>
                       <td>{visible(one.environment)}</td>
                       <td class="n">{one.rollout}</td>
-                      <td>{one.state}</td>
+                      <td>{STATES[one.state]}</td>
                       <td class="n">{duration(one.seconds)}</td>
                       <td class="n">{number(one.turns)}</td>
                       <td class="n">{number(one.tokens)}</td>
@@ -181,12 +184,19 @@ function RunningNow() {
               </table>
             </div>
           ) : (
-            <p class="dim">No rollout runs now.</p>
+            <p class="dim">No rollout is in progress. They start again when a trainer has taken groups from the queue.</p>
           )
         }
       </Show>
     </section>
   );
+}
+
+/** "22: 8 waiting, 13 in a worker, 1 being scored"; of more than are listed only the number. */
+function states({ rollouts, total }: { rollouts: Running[]; total: number }): string {
+  const parts = Object.entries(STATES).map(([state, words]) => [rollouts.filter((one) => one.state === state).length, words] as const);
+  const said = parts.filter(([count]) => count > 0).map(([count, words]) => `${count} ${words}`);
+  return `${number(total)}${said.length && rollouts.length === total ? `: ${said.join(", ")}` : ""}`;
 }
 
 function Servers() {

@@ -2,15 +2,20 @@
 
 import type { Change, News } from "../changes";
 import { link } from "../router";
+import { useSource } from "../source";
 import { clock, visible } from "../text";
 
 const MOST = 8;
 
 export function Changes({ found, news, isEarly }: { found: Change[]; news: News[]; isEarly: boolean }) {
   const [bad, other] = [news.filter(({ tone }) => tone === "bad"), news.filter(({ tone }) => tone !== "bad")];
+  const hasFailures = useSource()?.parts.includes("failures");
   return (
     <section class="panel changes" aria-labelledby="changes-title">
-      <h2 id="changes-title">What changed</h2>
+      <div class="row">
+        <h2 id="changes-title">What changed</h2>
+        {hasFailures && <a href={link(["failures"], { range: "12h" })}>What went wrong over night</a>}
+      </div>
       <ul>
         {bad.map((one) => (
           <NewsItem key={one.text} news={one} />

@@ -17,13 +17,28 @@ const ELSEWHERE: [string, [string, string][]][] = [
   ["Everywhere", [["Escape", "back"]]],
 ];
 
+/** What the pages count, each by one name. */
+const WORDS: [string, string][] = [
+  ["rollout", "an agent at work on a task, once"],
+  ["attempt", "a try at a rollout: one that fails is tried again, then the rollout is lost"],
+  ["group", "rollouts of the same task, whose rewards are compared"],
+  ["in progress", "rollouts that wait, are in a worker or are being scored"],
+  ["completion tokens", "what the engine sampled; prompt tokens: what it was given"],
+  ["turn", "an answer of the model in a rollout"],
+  ["leased", "groups that a trainer has taken and not acknowledged yet"],
+  ["staleness", "policy versions between a group and the trainer, when it is leased"],
+  ["lost", "rollouts without a reward: they failed, and are never a reward of 0"],
+];
+
 export function Help() {
   const source = useSource();
   const [isOpen, open] = useState(false);
   const dialog = useRef<HTMLDialogElement>(null);
   useKeys("Everywhere", [{ key: "?", text: "this help", run: () => open(true) }]);
   useEffect(() => {
-    if (isOpen) dialog.current?.showModal();
+    if (!isOpen) return;
+    dialog.current?.showModal();
+    dialog.current?.querySelector("h2")?.focus(); // it begins at its beginning
   }, [isOpen]);
   return (
     <>
@@ -47,11 +62,19 @@ function Keys() {
   const here = shownKeys().map(({ title, keys }): [string, [string, string][]] => [title, keys.map(({ key, text }) => [key, text])]);
   return (
     <>
-      <h2 id="help-title">Keys</h2>
+      <h2 id="help-title" tabIndex={-1}>Keys</h2>
       <h3>Now</h3>
       <Table sections={here} />
       <h3>On all pages</h3>
       <Table sections={ELSEWHERE} />
+      <h2>Words</h2>
+      <dl class="glossary">
+        {WORDS.map(([word, meaning]) => (
+          <div key={word}>
+            <dt>{word}</dt> <dd>{meaning}</dd>
+          </div>
+        ))}
+      </dl>
     </>
   );
 }

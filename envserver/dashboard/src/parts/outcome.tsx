@@ -31,7 +31,7 @@ export function Outcome({ rollout, range, weights = {} }: { rollout: Rollout; ra
       </p>
       {score.error && <p class="bad">{visible(score.error)}</p>}
       <p class="dim">
-        {count(rollout.turns, "turn")}, {count(usage.completion_tokens, "token")} sampled, {duration(usage.seconds)}
+        {count(rollout.turns, "turn")}, {count(usage.completion_tokens, "completion token")}, {duration(usage.seconds)}
         {rollout.attempt > 1 && <span class="warn">, attempt {rollout.attempt}</span>}
       </p>
       {agents.length > 0 && <Numbers title="by agent" values={score.rewards} />}

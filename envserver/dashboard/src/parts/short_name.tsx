@@ -3,7 +3,7 @@
 import { named } from "../text";
 
 const END = 8;
-const SHORT = 20;
+const SHORT = 12;
 
 export function ShortName({ text }: { text: string }) {
   const shown = named(text);

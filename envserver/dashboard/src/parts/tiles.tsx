@@ -14,13 +14,13 @@ export function Tiles({ series }: { series: Series }) {
     ["Reward", ratios(series, of("stored_reward_sum"), of("stored_reward_count"), "")[0], short],
     ["Groups / min", rates(series, of("stored_groups_total"), "")[0], short],
     ["Rollouts / min", rates(series, of("rollouts_total"), "")[0], short],
-    ["Tokens / s", rates(series, of("tokens_total", { kind: "completion" }), "", 1)[0], short],
+    ["Completion tokens / s", rates(series, of("tokens_total", { kind: "completion" }), "", 1)[0], short],
     ["Lost rollouts", ratios(series, of("rollouts_total", { end: "lost" }), of("rollouts_total"), "")[0], percent],
-    ["Versions behind", ratios(series, of("staleness_versions_sum"), of("staleness_versions_count"), "")[0], short],
+    ["Staleness", ratios(series, of("staleness_versions_sum"), of("staleness_versions_count"), "")[0], short],
   ];
   const levels: [string, number | null][] = [
     ["Policy version", level(series, "policy_version")],
-    ["Rollouts now", level(series, "rollouts_running")],
+    ["Rollouts in workers", level(series, "rollouts_running")],
     ["Groups waiting", level(series, "groups", { state: "queued" })],
     ["Groups leased", level(series, "groups", { state: "leased" })],
   ];

@@ -15,7 +15,7 @@ export function Use({ answer }: { answer: RolloutAnswer }) {
         <Facts
           facts={[
             ["prompt tokens", amount(usage.prompt_tokens)],
-            ["sampled tokens", amount(usage.completion_tokens)],
+            ["completion tokens", amount(usage.completion_tokens)],
             ["seconds of calls", duration(usage.model_seconds)],
             ["cost", usage.cost?.total == null ? "unknown" : `${number(usage.cost.total)} ${visible(usage.cost.currency)}`],
             ...(usage.judge ? ([["judge", <LongText text={asText(usage.judge)} />]] as Fact[]) : []),

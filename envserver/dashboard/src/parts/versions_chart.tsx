@@ -25,7 +25,7 @@ export function VersionsChart<Row extends Drawn>({ groups, linkOf, of = "groups"
   const left = (x: number) => LEFT + 8 + ((x - x0) / (x1 - x0 || 1)) * (width - LEFT - 16);
   const top = (y: number) => 8 + (1 - (y - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - 16);
   const line = meansOf(scored, xOf).map(([x, y]) => `${left(x).toFixed(1)},${top(y).toFixed(1)}`);
-  const say = (x: number) => (byVersion ? `version ${x}` : clock(x));
+  const say = (x: number) => (byVersion ? (x < 0 ? "no version" : `version ${x}`) : clock(x));
   return (
     <figure class="versions">
       <svg viewBox={`0 0 ${width} ${HEIGHT}`} role="group" aria-label={`Rewards of ${scored.length} ${of} over ${byVersion ? "policy versions" : "time"}`}>
