@@ -21,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from envserver_records.tasks import Json
 from pydantic import BeforeValidator
 
 from envserver import ConfigError, Environment, InputError, Split, Task
@@ -40,7 +41,7 @@ def table_of(**names: str) -> Table:
     return {role: tuple(several.split(", ")) for role, several in names.items()}
 
 
-def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
+def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> Json:
     """Returns the row's values by role; `columns` are the user's names for roles. A role without a
     value is missing."""
     for role, name in columns.items():
@@ -58,7 +59,7 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
     return {role: value for role, (_, value) in named.items()}
 
 
-def spelled(row: Mapping[str, Any]) -> dict[str, Any]:
+def spelled(row: Mapping[str, Any]) -> Json:
     """The row with "yes" and "no" for booleans, where these may be answers."""
     return {
         name: text_of(value) if isinstance(value, bool) else value for name, value in row.items()
@@ -149,7 +150,7 @@ def text_of(value: Any) -> str:
     return str(value).strip() if isinstance(value, str | int | float) and value == value else ""
 
 
-def objects_of(value: Any) -> list[dict[str, Any]]:
+def objects_of(value: Any) -> list[Json]:
     """The objects of a list, or of a table as columns: `{"title": [...], "text": [...]}`."""
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -162,7 +163,7 @@ def objects_of(value: Any) -> list[dict[str, Any]]:
     return [dict(one) for one in several if isinstance(one, Mapping)]
 
 
-def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+def rows_within(row: Mapping[str, Any], path: str) -> list[Json]:
     """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; else
     the row."""
     name, _, rest = path.partition(".")
@@ -286,7 +287,7 @@ class Hub:
     splits: dict[Split, str]  # this project's split -> its own; a missing one does not exist
     configs: tuple[str | None, ...] = (None,)  # read one after the other; None: it has none
     streaming: bool = False  # too large to download before the first row
-    arguments: dict[str, Any] = field(default_factory=dict)  # for `datasets.load_dataset`
+    arguments: Json = field(default_factory=dict)  # for `datasets.load_dataset`
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from smolagents import CodeAgent, LogLevel, Model
 from smolagents.models import ChatMessage, MessageRole
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from api_load import cpu_below, peak_megabytes
 from support.gaia_standin import ZOO, scripted
 

@@ -21,12 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import GROUP_SIZE, HOW_TO_GET_PEER, PEER_PYTHON, Server, ours, theirs
 from envserver_clients.http import EnvClient
+from rich.table import Table
 
 from envserver.store import GroupPut
 

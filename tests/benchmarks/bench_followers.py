@@ -15,17 +15,14 @@ import contextlib
 import json
 import ssl
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import Server
+from rich.table import Table
 from support.commands import free_port, running, until
 
 PACKED_AT_ONCE = 16

@@ -15,7 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import compare_runs as runs
 from api_load import Server, asked, judge, show, table
 from support.commands import running

@@ -8,15 +8,11 @@ turns; memory is what the proxy holds beyond what it held before the first call,
 conversation. Exits with 1 where memory grows faster than the conversation does.
 """
 
-import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+import uvloop
 from api_load import asked, judge, megabytes, show, table
 from bench_proxy import House, choose_cores
 from proxy_load import agents, by_turns, cpu_seconds

@@ -12,14 +12,11 @@ has grown for each. Exits with 1 when a budget is missed.
 import asyncio
 import functools
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from api_load import judge, megabytes
 from support import gaia_standin, worker_standin
 from support.process_tree import descendants

@@ -24,14 +24,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import orjson
-import uvloop
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+import uvloop
 from api_load import asked, judge, show
 from api_load import table as columned
 from proxy_load import Measured, agents, by_turns, cpu_seconds, for_a_time, pin
+from rich.table import Table
 from support.commands import Running, running
 
 RUNS = 3

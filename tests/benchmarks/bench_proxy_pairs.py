@@ -13,14 +13,11 @@ import math
 import statistics
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 import proxy_calls as calls
+import uvloop
 from bench_proxy import Cost, House, choose_cores, model_of, with_time
 from proxy_load import pin
 

@@ -17,13 +17,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import asked, cpu_below, show
 from api_load import table as columned
+from rich.table import Table
 from support.sandboxes import sandboxes
 
 from envserver import Sandboxes, SandboxSpec

@@ -11,12 +11,10 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Final, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import asked, body_of, judge, show
 from api_load import table as columned
 from support.commands import ENVSERVER, environment_variables, until

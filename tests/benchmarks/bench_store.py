@@ -19,7 +19,6 @@ import asyncio
 import os
 import sqlite3
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -27,10 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
+from rich.table import Table
 from support.stores import group
 
 from envserver.store import Store, open_store

@@ -7,13 +7,10 @@ The budgets hold `build` and `check` together, the lowest of a few runs; over on
 as when finding the parents costs more than a fifth of comparing all pairs, over all rollouts.
 """
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import judge, show
 from api_load import table as columned
 from envserver_records.records import Call, pack

@@ -29,12 +29,13 @@ from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.objectives import LossSettings
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks
+from envserver_records.tasks import Json
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.tiny_model import tokenizer
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Json] = {
     "padded": {},
     "packed": {"packed": True},
     "packed, activations again": {"packed": True, "checkpointed": True},
@@ -82,7 +83,7 @@ def rows(tokens: int, vocabulary: int, longest: int) -> list[Example]:
 
 def measured(
     model: Path, examples: list[Example], ranks: Ranks, micro_batch_tokens: int, **case: Any
-) -> dict[str, Any]:
+) -> Json:
     packed = case.pop("packed", False)
     dtype = case.pop("dtype", torch.bfloat16)
     begun = time.perf_counter()

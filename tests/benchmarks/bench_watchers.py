@@ -21,7 +21,6 @@ import asyncio
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
@@ -30,11 +29,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 from api_load import Server, ours
+from rich.table import Table
 
 TOKENS = 256
 GROUP_SIZE = 8

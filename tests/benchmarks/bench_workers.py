@@ -11,12 +11,9 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from api_load import megabytes
 from support.process_tree import cpu_seconds, parents
 from support.worker_standin import ZOO, StandIn, serving

@@ -19,13 +19,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import api_load as load
 import bench_proxy
 import compare_runs as runs
 from api_load import PEER_PYTHON, ours, theirs
+from rich.table import Table
 
 AT_A_TIME = 64
 ROLLOUTS = {1: (128, 640), 5: (64, 384)}

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import orjson
+import proxy_load  # noqa: F401 - finds tests/support
 from support.templates import CHATML, chat_format, tool
 
 MODEL = "tiny"

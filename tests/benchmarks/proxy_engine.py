@@ -11,14 +11,11 @@ import asyncio
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import orjson
-import uvloop
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+import uvloop
 from proxy_load import pin
 
 STEP_SECONDS = 0.006

@@ -16,19 +16,17 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 import orjson
-from fastapi import FastAPI, Request, Response
-from starlette.responses import StreamingResponse
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 import proxy_calls as calls
+from envserver_records.tasks import Json
+from fastapi import FastAPI, Request, Response
 from proxy_load import pin
+from starlette.responses import StreamingResponse
 from support.serving import attempt_spec
 from support.templates import CHATML
 
@@ -204,7 +202,7 @@ class _Floor:
         self._frames: dict[bool, Any] = {}
         self._template = ChatTemplate(CHATML, {})
 
-    async def answer(self, ids: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, ids: list[int], request: Json) -> Json:
         messages, tools = request["messages"], request.get("tools")
         text = self._template.render(messages, tools, generation_prompt=True, kwargs={})
         ids += calls.FORMAT.encode(_BETWEEN % messages[-1]["content"] if ids else text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 from envserver_records.errors import ConfigError, ConflictError, RolloutError
-from envserver_records.records import Task
+from envserver_records.records import Json, Task
 
 from envserver.environment import Environment
 from envserver.export.unified import problems_of_trace, write_json
@@ -51,7 +51,6 @@ def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -
     write_json(folder / INDEX, {**facts, "runs": runs})
 
 
-Json = dict[str, Any]
 Embed = Callable[[Json], Json]
 
 

@@ -38,7 +38,7 @@ from typing import Any, BinaryIO, Final, NoReturn
 
 from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
-from envserver_records.records import text_of
+from envserver_records.records import Json, text_of
 
 from envserver.export.stored import group_of
 from envserver.export.stored_sources import opened
@@ -75,8 +75,6 @@ class Document:
         part = self.part if self.line is None else f"line {self.line}"
         return f"{self.path}, {part}" if part else str(self.path)
 
-
-Json = dict[str, Any]
 
 _VALUES: Final = {
     "C": 1.0,

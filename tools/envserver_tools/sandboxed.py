@@ -16,6 +16,8 @@ from functools import partial
 from importlib import resources
 from typing import Any
 
+from envserver_records.tasks import Json
+
 from envserver import ExecResult, InputError, Sandbox, SandboxLimits
 
 from .calling import Tool, ToolError, described, integer, toolbox
@@ -25,7 +27,7 @@ _FILE = {**_PATH, "description": "Path of the file, below /work."}
 _CONTENT = {"type": "string", "maxLength": 1_000_000}
 _CODE = {"type": "string", "minLength": 1, "maxLength": 100_000}
 
-_TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+_TOOLS: dict[str, tuple[str, Json, list[str]]] = {
     "read_file": (
         "Reads lines of a text file, numbered.",
         {
@@ -122,7 +124,7 @@ NAMES = tuple(_TOOLS)
 _TIMED = ("run_cmd", "bash", "python")
 
 
-def description(name: str, command_seconds: int) -> dict[str, Any]:
+def description(name: str, command_seconds: int) -> Json:
     """The tool `name` in OpenAI's shape; commands may ask for up to `command_seconds`."""
     text, properties, required = _TOOLS[name]
     if name in _TIMED:
@@ -265,7 +267,7 @@ def _only_seconds(seconds: float) -> SandboxLimits:
     )
 
 
-async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> dict[str, Any]:
+async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> Json:
     result = await _run(sandbox, _request(tool, **arguments))
     answer = _decoded(result)
     if answer is None:
@@ -285,7 +287,7 @@ def _request(tool: str, **arguments: Any) -> bytes:
     return zlib.compress(json.dumps({"tool": tool, "arguments": arguments}).encode(), 1)
 
 
-def _decoded(result: ExecResult) -> dict[str, Any] | None:
+def _decoded(result: ExecResult) -> Json | None:
     """None: there is no answer. The model's program may have forged it."""
     if not result.ok:
         return None

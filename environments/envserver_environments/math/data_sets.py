@@ -31,6 +31,7 @@ from envserver_environments.rows import (
     table_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
 from envserver import InputError
 
@@ -301,7 +302,7 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
     )
 
 
-def _options(row: Row, found: dict[str, Any]) -> list[str]:
+def _options(row: Row, found: Json) -> list[str]:
     value: Any = by_label(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)
@@ -325,7 +326,7 @@ def _options(row: Row, found: dict[str, Any]) -> list[str]:
     return texts if len(texts) > 1 else []
 
 
-def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
+def _with_wrong(row: Row, found: Json) -> list[str]:
     """The right option among the wrong ones, of sets that have them apart, in an order that only
     their texts decide; the answer becomes its letter."""
     wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))

@@ -24,6 +24,7 @@ from envserver_environments.answers import (
     last_reply,
     text_in,
 )
+from envserver_records.tasks import Json
 from envserver_tools.calling import visible_text
 from envserver_tools.retrieval import passages_from
 
@@ -77,16 +78,16 @@ def has_tagged_answer(text: str) -> bool:
     return seen is not None and _tagged(seen) is not None
 
 
-def nested_objects(text: str) -> Iterator[dict[str, Any]]:
+def nested_objects(text: str) -> Iterator[Json]:
     """Yields the JSON objects near the end, and those in them, inner before outer; numbers stay
     text."""
     for value in json_objects(text, _DECODER):
         yield from _objects_in(value)
 
 
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+def _objects_in(value: Any) -> Iterator[Json]:
     """Yields the objects in `value`, inner before outer, without recursion."""
-    objects: list[dict[str, Any]] = []
+    objects: list[Json] = []
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -241,7 +242,7 @@ def read_answer(result: Result) -> ModelAnswer:
     return last_answer(result.messages)
 
 
-def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
+def last_answer(messages: list[Json]) -> ModelAnswer:
     message = last_reply(messages)
     return parse_answer(text_in(message.get("content")) or "", arguments_of(FINISH, message))
 

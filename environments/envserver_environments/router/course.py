@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import StrictDecoder, check_characters, visible_text
 from jsonschema import Draft202012Validator
 
 MAX_STEPS = 8
 
 _DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TEXT: Json = {"type": "string", "minLength": 1}
 
 
-def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+def _closed(properties: Json) -> Json:
     """An object with all of these properties and no others."""
     return {
         "type": "object",
@@ -41,7 +42,7 @@ _STEP = _closed(
     }
 )
 _HANDOFF = _closed({"from": {"type": "string"}, "to": {"type": "string"}, "payload": _TEXT})
-GRAPH: dict[str, Any] = _DIALECT | _closed(
+GRAPH: Json = _DIALECT | _closed(
     {
         "rationale": {"type": "string", "minLength": 1, "maxLength": 2000},
         "steps": {"type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": _STEP},
@@ -51,7 +52,7 @@ GRAPH: dict[str, Any] = _DIALECT | _closed(
 )
 
 
-def _arguments(required: str, properties: dict[str, Any]) -> dict[str, Any]:
+def _arguments(required: str, properties: Json) -> Json:
     return {
         "type": "object",
         "properties": properties,
@@ -60,7 +61,7 @@ def _arguments(required: str, properties: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TOOLS: dict[str, dict[str, dict[str, Any]]] = {
+TOOLS: dict[str, dict[str, Json]] = {
     "math": {
         "solve": _arguments("problem", {"problem": _TEXT}),
         "calculate": _arguments("expression", {"expression": _TEXT}),
@@ -76,9 +77,9 @@ TOOLS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-_TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1}
+_TEXTS: Json = {"type": "array", "items": _TEXT, "minItems": 1}
 
-COURSE: dict[str, Any] = _DIALECT | _closed(
+COURSE: Json = _DIALECT | _closed(
     {
         "route_plan": {**_TEXTS, "maxItems": MAX_STEPS},
         "route_rationale": _TEXT,
@@ -177,7 +178,7 @@ def plan_of(value: Any) -> Plan:
     return Plan(steps, payloads, value["final_step"], value["rationale"])
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> Json:
     """`plan` as a model writes it: the inverse of `plan_of`."""
     return {
         "rationale": plan.rationale,
@@ -312,7 +313,7 @@ def plan_of_course(value: Any) -> Plan:
     return Plan(tuple(steps), payloads, steps[-1].id, value["route_rationale"])
 
 
-def course_of(plan: Plan, query: str) -> dict[str, Any]:
+def course_of(plan: Plan, query: str) -> Json:
     """Converts `plan` to ten keys, as a model would write it; parallel steps become a sequence."""
     steps = chain_of(plan)
     commands = [COMMANDS[step.agent] for step in steps]
@@ -406,7 +407,7 @@ _QA = "router qa"
 _KEPT = ("primary_guidance", "secondary_guidance", "primary_computation", "secondary_computation")
 
 
-def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
+def course_metrics(text: str, gold: Json) -> dict[str, float]:
     """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1. Only
     `json_valid` where the visible text is not a JSON object, or longer than any plan."""
     valid = {"json_valid": float(_object(text) is not None)}
@@ -420,7 +421,7 @@ def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
     return valid | {name: float(value) for name, value in found.items()}
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> Json | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
@@ -430,7 +431,7 @@ def _object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _measured(answer: dict[str, Any], gold: dict[str, Any]) -> dict[str, float | bool]:
+def _measured(answer: Json, gold: Json) -> dict[str, float | bool]:
     wanted = _tools(gold.get("route_plan"))
     handoff = _lower(answer.get("handoff_plan"))
     ratio = len(json.dumps(answer, sort_keys=True)) / len(json.dumps(gold, sort_keys=True))

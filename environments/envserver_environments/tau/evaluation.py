@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel, ValidationError
 
 from envserver import Judge, Score, pass_hat_k
@@ -83,7 +84,7 @@ def same_call(
     return _part(arguments, compared) == _part(action.arguments, compared)
 
 
-def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> Json:
     return {name: value for name, value in arguments.items() if name in names}
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from envserver_records.tasks import Json
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from envserver import EnvserverError, InputError
 from envserver.rows.sources import every_row
@@ -37,8 +38,8 @@ class RecordedTask(BaseModel):
     task_id: str = Field(validation_alias=AliasChoices("task_id", "id"))
     evaluation_type: EvaluationType = "all"
     nl_verdicts: list[bool] | None = None
-    max_steps: int = Field(default=100, ge=1)
-    max_errors: int = Field(default=10, ge=1)
+    max_steps: PositiveInt = 100
+    max_errors: PositiveInt = 10
     validate_communication: bool = False
     agent_may_stop: bool = False
 
@@ -121,7 +122,7 @@ class Replay:
     episode: Episode
     evaluation: Evaluation
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Json:
         """Returns the actual results in the form of a vector's `expected`."""
         world, found = self.episode.world, self.evaluation
         task = self.episode.task

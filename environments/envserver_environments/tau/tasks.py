@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envserver import InputError
 
@@ -71,7 +71,7 @@ class TauTask(BaseModel):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     id: str
-    user_scenario: dict[str, Any] = Field(default_factory=dict)
+    user_scenario: dict[str, Any] = {}
     ticket: str | None = None
     initial_state: InitialState | None = None
     evaluation_criteria: Criteria | None = None

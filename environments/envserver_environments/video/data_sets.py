@@ -34,6 +34,7 @@ from envserver_environments.rows import (
     text_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
 from envserver import ConfigError, InputError, NotFoundError
 from envserver.rows.sources import every_row
@@ -170,7 +171,7 @@ def _part(found: Mapping[str, Any]) -> str:
 
 def _answered(
     row: Row, question: str, found: Mapping[str, Any], counted_from: FirstOption
-) -> tuple[str, list[str], dict[str, Any]]:
+) -> tuple[str, list[str], Json]:
     """The question without its options, they, and the right one or the right answers in words."""
     names = sorted(filter(_COLUMN.fullmatch, row))
     if "options" in found or len(names) < 2:
@@ -233,10 +234,10 @@ DATA_SETS = DataSets(SAMPLE, HUBS)
 MAX_CONTEXT_BYTES = 16 << 20
 
 
-def answers_file(path: Path | None) -> dict[str, Any]:
+def answers_file(path: Path | None) -> Json:
     """Answers by video or question: an object of them as EgoSchema's `subset_answers.json`, or rows
     of `question_id` and `answer` as ActivityNet-QA's `test_a.json`."""
-    answers: dict[str, Any] = {}
+    answers: Json = {}
     for row in every_row(path) if path is not None else ():
         found = roles_of(row, ROLES, {})
         is_answer = "answer" in found and "id" in found
@@ -308,7 +309,7 @@ class Videos:
         self._fps = fps
         self._place = place
         self._folder = Folder(place)
-        self._all: dict[str, Any] | None = None
+        self._all: Json | None = None
         if not place.exists():
             raise NotFoundError(f"There are no captions at {str(place)!r}.")
         if place.is_file():
@@ -326,7 +327,7 @@ class Videos:
         return None if file is None else context_file(self._place / file, self._fps)
 
 
-def _by_video(place: Path) -> dict[str, Any]:
+def _by_video(place: Path) -> Json:
     roles = {"video": ROLES["video"], "context": (*ROLES["context"], *MODALITIES, "text")}
     found = [roles_of(row, roles, {}) for row in every_row(place)]
     if not all(len(one) == len(roles) for one in found):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import orjson
+from envserver_records.tasks import Json
 
 from envserver import Message, Reply, Rollout
 
@@ -35,7 +36,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
     return fields[0]
 
 
-def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+def act_tool(schema: Mapping[str, Any]) -> Json:
     kept = {key: value for key, value in schema.items() if key not in ("title", "description")}
     fields = {name: one for name, one in _properties(schema).items() if name != "metadata"}
     return _function(
@@ -45,7 +46,7 @@ def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tools_of(listed: Mapping[str, Any]) -> list[Json]:
     """Returns the tools of an answer to `list_tools`, in OpenAI's form."""
     tools = listed.get("tools")
     return [
@@ -59,7 +60,7 @@ def tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def filled(template: str, answer: str) -> dict[str, Any]:
+def filled(template: str, answer: str) -> Json:
     """Returns the action of a JSON template in which "{answer}" stands for the model's text."""
     made = json.loads(template)
     if not isinstance(made, dict):
@@ -108,7 +109,7 @@ def text_of_result(observation: Mapping[str, Any]) -> str:
     return _as_text(result)
 
 
-def _properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _properties(schema: Mapping[str, Any]) -> dict[str, Json]:
     found = schema.get("properties")
     return {
         name: one if isinstance(one, dict) else {}
@@ -117,7 +118,7 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _function(name: str, description: str, parameters: Any) -> dict[str, Any]:
+def _function(name: str, description: str, parameters: Any) -> Json:
     return {
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
@@ -152,7 +153,7 @@ class Player:
         self._config = config
         self._run = run
         self._messages: list[Message] = []
-        self._how: dict[str, Any] = {}
+        self._how: Json = {}
 
     async def play(self, reset: Mapping[str, Any]) -> None:
         """Plays until the server says that it is done, or the model neither acts nor answers where
@@ -225,8 +226,8 @@ class Player:
             return text_of_observation(observation, self._config.observation)
         return text_of_result(observation)
 
-    async def _step(self, action: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = await self._run.call_tool("step", {"action": action})
+    async def _step(self, action: Json) -> Json:
+        result: Json = await self._run.call_tool("step", {"action": action})
         if "invalid" in result:
             return result
         self.done = result["done"]

@@ -11,6 +11,7 @@ from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.loading import GaiaQuestion, is_official, read_copy
+from envserver_records.tasks import Json
 from support.hub import DataSetHub, serving
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
@@ -33,11 +34,11 @@ ROWS = [
 ]
 
 
-def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
+def as_jsonl(rows: list[Json]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def as_parquet(rows: list[dict[str, Any]], file: Path) -> None:
+def as_parquet(rows: list[Json], file: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra gaia) is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -85,7 +86,7 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
 
 
 def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
-    def found(*rows: dict[str, Any]) -> list[GaiaQuestion | str]:
+    def found(*rows: Json) -> list[GaiaQuestion | str]:
         (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(list(rows)))
         return [item for _, item in read_copy(tmp_path, "train")]
 
@@ -192,7 +193,7 @@ async def test_the_file_is_in_the_agents_folder(
 ) -> None:
     seen: list[tuple[PublicTask, AgentOptions, set[str]]] = []
 
-    async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> dict[str, Any]:
+    async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> Json:
         seen.append((task, rules, {tool.name for tool in tools}))
         return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}
 

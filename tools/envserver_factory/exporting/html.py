@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 from envserver_records.costs import Cost
-from envserver_records.records import Message, text_of
+from envserver_records.records import Json, Message, text_of
 from envserver_records.tasks import RewardRange
 from markupsafe import Markup
 
@@ -28,7 +28,7 @@ from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 from envserver.export.unified import called
 from envserver.formats.shown_text import token_texts
 
-from .formats import Format, Json, Row, Written, needs_folder
+from .formats import Format, Row, Written, needs_folder
 
 MOST_NAMES: Final = 50
 OTHER: Final = "(others)"

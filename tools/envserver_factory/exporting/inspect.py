@@ -22,13 +22,13 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
-from envserver_records.records import Message, Result, text_of
+from envserver_records.records import Json, Message, Result, text_of
 
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.export.unified import first_question
 
-from .formats import Format, Json, Options, Row, Written, kept_line
+from .formats import Format, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
@@ -43,7 +43,7 @@ def inspect_message(message: Message, message_id: str) -> Any:
     from inspect_ai import model
 
     role = str(message.get("role"))
-    shared: dict[str, Any] = {"id": message_id, "content": _content(message)}
+    shared: Json = {"id": message_id, "content": _content(message)}
     match _ROLES.get(role, role):
         case "system":
             made: Any = model.ChatMessageSystem(**shared)
@@ -86,12 +86,12 @@ def message_of(made: Any) -> Message:
     return message
 
 
-def calls_of(message: Message) -> list[dict[str, Any]]:
+def calls_of(message: Message) -> list[Json]:
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
-def arguments_of(call: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+def arguments_of(call: Json) -> tuple[str, Json, str | None]:
     """Returns a call's function, its arguments, and why they cannot be read."""
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
@@ -146,7 +146,7 @@ def _part_of(part: Any) -> Any:
     return part.model_dump(exclude_none=True)
 
 
-def _call(call: dict[str, Any], number: int) -> Any:
+def _call(call: Json, number: int) -> Any:
     from inspect_ai.tool import ToolCall
 
     name, arguments, problem = arguments_of(call)
@@ -158,7 +158,7 @@ def _call(call: dict[str, Any], number: int) -> Any:
     )
 
 
-def _call_of(call: Any) -> dict[str, Any]:
+def _call_of(call: Any) -> Json:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": call.id,

@@ -18,11 +18,11 @@ import numpy as np
 import orjson
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
-from envserver_records.records import Message, text_of
+from envserver_records.records import Json, Message, text_of
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 
-from .formats import Format, Json, Options, Row, Written
+from .formats import Format, Options, Row, Written
 
 Table = Any
 """A `pyarrow.Table`, which has no types."""

@@ -20,6 +20,7 @@ from typing import Any, Final
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
 from envserver_records.files import read_object, sha256_of
+from envserver_records.tasks import Json
 
 from .tensors import Model, Tensor, Weights, is_adapter
 from .writing import Made, Recipe, appearing, check_places, facts_of, write_card
@@ -78,14 +79,14 @@ def _of_ids(base: Mapping[str, Any], other: Mapping[str, Any], what: str) -> lis
     return [*words[:_SHOWN_TOKENS], *([f"... and {more} more"] if more > 0 else [])]
 
 
-def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def _vocabulary(tokenizer: Mapping[str, Any]) -> Json:
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: [piece, score], the id is the place
         return {str(one[0]): number for number, one in enumerate(vocabulary)}
     return dict(vocabulary)
 
 
-def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def _added(tokenizer: Mapping[str, Any]) -> Json:
     return {str(one.get("content")): one.get("id") for one in tokenizer.get("added_tokens") or ()}
 
 
@@ -160,7 +161,7 @@ def check(
     return names, list(dict.fromkeys(found.notes))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Reads a model's config.json; empty where there is none (an adapter's folder)."""
     path = folder / "config.json"
     return read_object(path) if path.is_file() else {}
@@ -273,8 +274,8 @@ def _equal(model: Model, one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Json:
+    flat: Json = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= _flat(value, f"{prefix}{key}.")
@@ -344,7 +345,7 @@ def merge_with(
     return notes
 
 
-def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
+def config_of(method: Method, recipe: Recipe) -> Json:
     if any(vector.minus is not None for vector in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
@@ -358,11 +359,9 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
             f"{adapters[0]} is an adapter; --method {method.name} is given whole models.",
             hint="`envserver merge --base BASE --add ADAPTER --out DIR` makes one of it.",
         )
-    models: list[dict[str, Any]] = [
-        _model(vector.plus, vector.weight, method) for vector in recipe.vectors
-    ]
+    models: list[Json] = [_model(vector.plus, vector.weight, method) for vector in recipe.vectors]
     parameters = dict(method.parameters)
-    config: dict[str, Any] = {"merge_method": method.name}
+    config: Json = {"merge_method": method.name}
     if method.name in _BETWEEN_TWO:
         if len(models) != 1:
             raise ConfigError(f"--method {method.name} is of the base and one --add.")
@@ -388,8 +387,8 @@ def find_program() -> str:
     return found
 
 
-def _model(folder: Path, weight: float, method: Method) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"weight": weight}
+def _model(folder: Path, weight: float, method: Method) -> Json:
+    parameters: Json = {"weight": weight}
     if method.density is not None:
         parameters["density"] = method.density
     return {"model": str(folder.resolve()), "parameters": parameters}
@@ -414,7 +413,7 @@ def _version(program: str) -> str:
     return names[0] if names else "unknown"
 
 
-def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+def _portable(config: Mapping[str, Any]) -> Json:
     models = [{**one, "model": Path(one["model"]).name} for one in config["models"]]
     portable = {**config, "models": models}
     if "base_model" in config:

@@ -26,6 +26,7 @@ from typing import Any, Final
 import numpy as np
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from envserver_records.files import replace_folder, sha256_of, sync_tree
+from envserver_records.tasks import Json
 
 from envserver.version import __version__
 
@@ -143,7 +144,7 @@ class WeightsWriter:
 
 
 def _header(like: File) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(like.metadata)} if like.metadata else {}
+    header: Json = {"__metadata__": dict(like.metadata)} if like.metadata else {}
     start = 0
     for tensor in like.tensors:
         offsets = [start, start + tensor.size]
@@ -293,9 +294,9 @@ _DIGITS: Final = 16
 @dataclass(frozen=True)
 class Facts:
     method: str
-    inputs: list[dict[str, Any]]
+    inputs: list[Json]
     """Each with the folder's name, and the sha256 of its files."""
-    vectors: list[dict[str, Any]]
+    vectors: list[Json]
     notes: list[str]
     versions: dict[str, str]
 

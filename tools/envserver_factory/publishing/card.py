@@ -15,6 +15,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import yaml
+from envserver_records.tasks import Json
 
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
@@ -47,7 +48,7 @@ _ABOUT: Final = {
 class Asked:
     title: str
     sources: Sequence[str]
-    filter: dict[str, Any] = field(default_factory=dict)
+    filter: Json = field(default_factory=dict)
     against: Sequence[str] = ()
     against_words: int = 0
 
@@ -158,9 +159,9 @@ def public_name(source: str) -> str:
     return f"{parts.scheme}://{host}" + (f"/{last}" if last else "")
 
 
-def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> dict[str, Any]:
+def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> Json:
     size = next((size for most, size in _SIZES.items() if rows < most), "n>1M")
-    header: dict[str, Any] = {
+    header: Json = {
         "pretty_name": _plain(asked.title),
         "license": "unknown",
         "task_categories": ["text-generation"],
@@ -222,7 +223,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
-def _names(names: Sequence[str] | dict[str, Any]) -> str:
+def _names(names: Sequence[str] | Json) -> str:
     return ", ".join(map(_code, names)) or "none"
 
 

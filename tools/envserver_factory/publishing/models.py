@@ -24,6 +24,7 @@ import yaml
 from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.extras import install_command
 from envserver_records.files import read_object, replacing_path, sha256_of, storing
+from envserver_records.tasks import Json
 
 _KIND: Final = "envserver/"
 """Beginning of the data set type of our results."""
@@ -59,7 +60,7 @@ def with_results(text: str, name: str, results: Sequence[Result]) -> str:
     return joined_card(header, f"{body}\n\n{_BEGIN}\n{_table(results)}{_END}\n")
 
 
-def split_card(text: str) -> tuple[dict[str, Any], str]:
+def split_card(text: str) -> tuple[Json, str]:
     """Returns the header of a card, {} without one, and the text below."""
     found = _HEADER.match(text)
     if found is None:
@@ -90,7 +91,7 @@ def _is_ours(entry: Any) -> bool:
     return isinstance(data, dict) and str(data.get("type", "")).startswith(_KIND)
 
 
-def _entry(result: Result) -> dict[str, Any]:
+def _entry(result: Result) -> Json:
     counted = {"tasks": result.tasks, "attempts": result.attempts}
     interval = {} if result.low is None else {"low": result.low, "high": result.high}
     metrics = [

@@ -13,10 +13,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from envserver_records.errors import ConfigError, ConflictError
+from envserver_records.tasks import Json
 
 _CAPITALS = (
     ("Which city is the capital of Italy?", "Rome"),
@@ -70,7 +70,7 @@ _TEXTS = (
 )
 
 
-def _basket(items: dict[str, int], answer: int) -> dict[str, Any]:
+def _basket(items: dict[str, int], answer: int) -> Json:
     named = [f"{count} {item}{'s' if count > 1 else ''}" for item, count in items.items()]
     question = f"What do {' and '.join(named)} cost together? Ask for the prices."
     listed = [{"item": item, "count": count} for item, count in items.items()]
@@ -80,7 +80,7 @@ def _basket(items: dict[str, int], answer: int) -> dict[str, Any]:
 _QUESTIONS = [{"question": question, "answer": answer} for question, answer in _CAPITALS]
 _SHOPPING = [_basket(*basket) for basket in _BASKETS]
 
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS: dict[str, list[Json]] = {
     "single": _QUESTIONS,
     "tools": _SHOPPING,
     "multi-agent": _QUESTIONS,

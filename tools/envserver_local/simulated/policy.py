@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import msgspec
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 
 from envserver.settings.config import SimConfig
 
@@ -64,7 +64,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def faulty(
-    turn: Turn, rates: SimConfig, rng: random.Random, *, tools: dict[str, Any], free: bool
+    turn: Turn, rates: SimConfig, rng: random.Random, *, tools: Json, free: bool
 ) -> Said | None:
     """What is said instead of `turn`, or None: it is said as it is.
 
@@ -84,7 +84,7 @@ def faulty(
     return None
 
 
-def _malformed(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> str:
+def _malformed(turn: Turn, rng: random.Random, tools: Json) -> str:
     """Spoils the form of the last call: its tags or JSON, its tool's name, or its arguments."""
     *others, (name, arguments) = turn.calls
     kind = rng.choice(("text", "name", "arguments"))
@@ -99,7 +99,7 @@ def _malformed(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> str:
     return Turn(turn.content, (*others, wrong)).text()
 
 
-def _wrong_arguments(arguments: dict[str, Any], schema: dict[str, Any], rng: random.Random) -> str:
+def _wrong_arguments(arguments: Json, schema: Json, rng: random.Random) -> str:
     """Leaves out a required argument, or else adds one that the tool does not have."""
     required = [name for name in schema.get("required") or () if name in arguments]
     if required:
@@ -220,7 +220,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str = ""
     choice: str = "none"
     parallel: bool = True
-    response_format: dict[str, Any] | None = None
+    response_format: Json | None = None
 
 
 class Speaker(Protocol):
@@ -265,7 +265,7 @@ class Policy:
         self,
         solution: Solution,
         index: int,
-        tools: dict[str, Any],
+        tools: Json,
         wish: Wish,
         fate: str,
         rng: random.Random,
@@ -312,7 +312,7 @@ def as_text(turn: Turn) -> str:
     return turn.content or json.dumps(arguments, ensure_ascii=False)
 
 
-def spoiled(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> Turn:
+def spoiled(turn: Turn, rng: random.Random, tools: Json) -> Turn:
     """The turn with a wrong answer: in its last call, or else in its text.
 
     Wrong arguments are still valid for the call's tool.
@@ -371,7 +371,7 @@ def _callable(turn: Turn, names: set[str]) -> bool:
     return all(name in names for name, _ in turn.calls)
 
 
-def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
+def _callable_tools(conversation: Conversation, wish: Wish) -> Json:
     if wish.choice == "none":
         return {}
     schemas = {
@@ -383,7 +383,7 @@ def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
     return schemas
 
 
-def _babble(index: int, tools: dict[str, Any], wish: Wish, rng: random.Random) -> Turn:
+def _babble(index: int, tools: Json, wish: Wish, rng: random.Random) -> Turn:
     if wish.response_format and wish.response_format.get("type", "text") != "text":
         return Turn(_json_babble(wish.response_format, rng))
     sentences = [
@@ -397,7 +397,7 @@ def _babble(index: int, tools: dict[str, Any], wish: Wish, rng: random.Random) -
     return Turn(" ".join(sentences), tuple(calls))
 
 
-def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
+def _json_babble(response_format: Json, rng: random.Random) -> str:
     described = response_format.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     return json.dumps(
@@ -405,7 +405,7 @@ def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
     )
 
 
-def _drawn_call(tools: dict[str, Any], rng: random.Random) -> tuple[str, str]:
+def _drawn_call(tools: Json, rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(tools))
     arguments = _drawn(tools[name], rng, f"tools: {name}")
     if not isinstance(arguments, dict):
@@ -493,7 +493,7 @@ def drawn_value(schema: Any, rng: random.Random) -> Any:
 
 
 class _Drawer:
-    def __init__(self, root: dict[str, Any], rng: random.Random) -> None:
+    def __init__(self, root: Json, rng: random.Random) -> None:
         self._root = root
         self._rng = rng
         self._left = _MAX_VALUES
@@ -522,7 +522,7 @@ class _Drawer:
                 return None
         return self._string(schema)
 
-    def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _resolved(self, schema: Json) -> Json:
         for _ in range(_MAX_STEPS):
             branch = schema.get("anyOf") or schema.get("oneOf")
             if isinstance(schema.get("$ref"), str):
@@ -537,7 +537,7 @@ class _Drawer:
                 break
         return schema
 
-    def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+    def _object(self, schema: Json, depth: int) -> Json:
         properties = schema.get("properties", {})
         required = set(schema.get("required", []))
         chosen = [
@@ -549,7 +549,7 @@ class _Drawer:
         unknown = sorted(required - set(properties))
         return drawn | {name: self._rng.choice(NOUNS) for name in unknown}
 
-    def _number(self, schema: dict[str, Any], *, whole: bool) -> int | float:
+    def _number(self, schema: Json, *, whole: bool) -> int | float:
         step = schema.get("multipleOf", 1 if whole else 0.5)
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
@@ -564,7 +564,7 @@ class _Drawer:
         value = self._rng.randint(first, min(last, first + 20)) * step
         return int(value) if whole else float(value)
 
-    def _string(self, schema: dict[str, Any]) -> str:
+    def _string(self, schema: Json) -> str:
         if schema.get("format") in _FORMATS:
             return self._rng.choice(_FORMATS[schema["format"]])
         text = " ".join(self._rng.choice(NOUNS) for _ in range(self._rng.randint(1, 4)))
@@ -576,14 +576,14 @@ class _Drawer:
         return text if longest is None else text[: int(longest)]
 
 
-def _kind(schema: dict[str, Any]) -> Any:
+def _kind(schema: Json) -> Any:
     kind = schema.get("type") or ("object" if "properties" in schema else "string")
     if isinstance(kind, list):
         return next((name for name in kind if name != "null"), "null")
     return kind
 
 
-def _referenced(reference: str, root: dict[str, Any]) -> dict[str, Any]:
+def _referenced(reference: str, root: Json) -> Json:
     target: Any = root
     for step in reference.removeprefix("#").removeprefix("/").split("/"):
         if step:
@@ -591,8 +591,8 @@ def _referenced(reference: str, root: dict[str, Any]) -> dict[str, Any]:
     return target if isinstance(target, dict) else {}
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def _merged(parts: list[Json]) -> Json:
+    merged: Json = {}
     for part in parts:
         merged |= part | {
             "properties": {**merged.get("properties", {}), **part.get("properties", {})},
@@ -632,9 +632,7 @@ def spoiled_answer(answer: str, rng: random.Random) -> str:
     return f"{answer}{rng.choice('123456789')}"
 
 
-def spoiled_arguments(
-    arguments: dict[str, Any], rng: random.Random, schema: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def spoiled_arguments(arguments: Json, rng: random.Random, schema: Json | None = None) -> Json:
     """A call's arguments with a wrong `answer`, or else a wrong longest value.
 
     A wrong value that `schema` does not allow is drawn from it; if it allows no other, the next

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel
 
 Record = dict[str, Any]
@@ -49,7 +50,7 @@ class Database:
     def __init__(self, base: Base) -> None:
         self.base = base
         self._records: dict[str, dict[str, Record]] = {}
-        self._tables: dict[str, Any] = {}
+        self._tables: Json = {}
 
     def table(self, name: str) -> Any:
         if name in self._tables:
@@ -93,7 +94,7 @@ class Database:
 
     def merge(self, update: Mapping[str, Any]) -> None:
         """Lays `update` over the content: objects are merged, all else (lists too) replaced."""
-        touched: dict[str, Any] = {
+        touched: Json = {
             name: {} if name in self.base.keyed else self.table(name) for name in self.base.tables
         }
         for name, value in update.items():
@@ -110,7 +111,7 @@ class Database:
             elif name in valid:
                 self._tables[name] = valid[name]
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Json:
         return {name: self.table(name) for name in self.base.tables}
 
     @property
