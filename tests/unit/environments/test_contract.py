@@ -19,7 +19,7 @@ from envserver_environments.mhqa.metrics import SPECIAL
 from envserver_environments.router.course import plan_of
 from envserver_environments.tau.domains.loading import OWN
 from envserver_records.tasks import Json
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.commands import envserver as command
 from support.commands import read_jsonl
 from support.extent import first_of
@@ -180,7 +180,7 @@ def right_options(name: str, rows: list[Json], path: Path, **settings: Any) -> l
     """The right option of each row, in words."""
     more = {"video": "v", "context": "a text"}
     rows = [{"question": f"Which is the {n}th?", **more, **row} for n, row in enumerate(rows)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_jsonl(path, rows)
     if name == "video":
         settings |= {"blind": True, "shuffle_options": False}
     right = {}

@@ -1,7 +1,6 @@
 """GAIA's tasks: the own ones, local copies in both layouts, and how a copy is fetched."""
 
 import base64
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +11,7 @@ from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, su
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.loading import GaiaQuestion, is_official, read_copy
 from envserver_records.tasks import Json
+from support.cases import write_jsonl
 from support.hub import DataSetHub, serving
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
@@ -34,10 +34,6 @@ ROWS = [
 ]
 
 
-def as_jsonl(rows: list[Json]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
 def as_parquet(rows: list[Json], file: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra gaia) is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -52,7 +48,7 @@ def copy_in(layout: str, root: Path) -> Path:
     (root / "secret.txt").write_text("secret")
     (root / "copy" / "secret.txt").write_text("secret")
     if layout == "jsonl":
-        (folder / "metadata.jsonl").write_bytes(as_jsonl(ROWS))
+        write_jsonl(folder / "metadata.jsonl", ROWS)
         return root / "copy"
     rows = [{**row, "file_path": ""} for row in ROWS]
     rows[1]["file_path"] = "2023/validation/b.txt"
@@ -87,7 +83,7 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
 
 def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
     def found(*rows: Json) -> list[GaiaQuestion | str]:
-        (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(list(rows)))
+        write_jsonl(tmp_path / "metadata.jsonl", rows)
         return [item for _, item in read_copy(tmp_path, "train")]
 
     (task,) = found(ROWS[0])

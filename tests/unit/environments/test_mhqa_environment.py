@@ -12,7 +12,7 @@ from envserver_records.tasks import Json
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.extent import examples
 
 from envserver import InputError, Result, Task
@@ -97,25 +97,16 @@ def test_what_a_row_lacks_is_said(row: Json, said: str) -> None:
         read_item(row)
 
 
-@pytest.mark.parametrize(
-    ("fields", "ids"),
-    [
-        ([{"_id": "5a8b"}, {"_id": "5a8c"}], {"5a8b", "5a8c"}),  # HotpotQA
-        ([{"qid": "a", "idx": 0}, {"qid": "b", "idx": 0}], {"a", "b"}),  # MRQA
-        ([{"id": 1, "question_id": 7}, {"id": 1, "question_id": 8}], {"7", "8"}),
-        ([{"qid": 1}, {"qid": 1}, {"qid": 1}], {"sample-0", "sample-1", "sample-2"}),
-        ([{"id": [1]}, {"id": None, "uuid": "u"}], {"sample-0", "u"}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "ids"), CASES["ids"])
 def test_a_task_has_the_id_of_its_row_where_no_other_row_has_it(
-    tmp_path: Path, fields: list[Json], ids: set[str]
+    tmp_path: Path, fields: list[Json], ids: list[str]
 ) -> None:
     path = tmp_path / "rows.json"
     rows = [{"question": f"Who is {n}?", "answer": "Vell", "context": "x", **one}
             for n, one in enumerate(fields)]  # fmt: skip
     path.write_text(json.dumps(rows))
     for seed in (0, 1):
-        assert {task.id for task in sample(data_path=path, seed=seed)} == ids
+        assert {task.id for task in sample(data_path=path, seed=seed)} == {*ids}
 
 
 @pytest.mark.parametrize("case", CASES["nested"], ids=lambda case: case["card"])
@@ -138,7 +129,7 @@ def test_what_is_no_task_is_dropped_by_cause_and_names_its_setting(tmp_path: Pat
         ROWS["musique"] | {"answerable": False},
         ROWS["afm"],
     ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in two))
+    write_jsonl(path, two)
     names.write_text('{"Q_id": "Q7", "aliases": ["V."], "demonyms": ["Vellish"]}\n' * 2)
     env = Mhqa(Mhqa.Config(data_set="musique", data_path=path, aliases_path=names))
     (task,) = env.tasks("train")
