@@ -18,7 +18,7 @@ from typing import Literal
 from envserver_environments.rows import DataEnvironment, RowsConfig, id_of
 from envserver_records.tasks import Json
 from envserver_tools.documents import document_tools, preload
-from envserver_tools.folder import folder_tools
+from envserver_tools.sandboxed import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
 from pydantic import (
     Field,
