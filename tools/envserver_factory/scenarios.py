@@ -7,10 +7,9 @@ retried; if it fails again, it has no trace, and the same command makes it later
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 from envserver_records.errors import ConfigError, ConflictError, RolloutError
@@ -41,7 +40,7 @@ def whole_trace(path: Path) -> Json | None:
     return document
 
 
-def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
+def write_index(folder: Path, facts: Json, paths: Iterable[Path]) -> None:
     runs = []
     for path in sorted(paths):
         trace = whole_trace(path)

@@ -130,7 +130,7 @@ class TuningJobs:
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    def create(self, body: Mapping[str, Any]) -> Job:
+    def create(self, body: Json) -> Job:
         """Launches a job, or returns the one with the same run label."""
         run, path = body["labels"][RUN], f"{self._parent}/tuningJobs"
         return self._patiently(

@@ -131,7 +131,7 @@ async def play(arguments: Json, caller: Caller) -> Json:
     return table.seen()
 
 
-def question(seen: Mapping[str, Any]) -> list[Message]:
+def question(seen: Json) -> list[Message]:
     names = {action[0]: action for action in ACTIONS}
     done = " ".join(names[letter] for letter in seen["history"]) or "none"
     text = f"Kuhn poker. Your card: {seen['card']}. Actions so far: {done}. pass or bet?"

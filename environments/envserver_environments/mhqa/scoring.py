@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -247,7 +247,7 @@ def last_answer(messages: list[Json]) -> ModelAnswer:
     return parse_answer(text_in(message.get("content")) or "", arguments_of(FINISH, message))
 
 
-def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
+def parse_answer(text: str, finish: Json | None = None) -> ModelAnswer:
     """Without `finish`'s arguments, a JSON object with `answer` may also hold facts and
     evidence."""
     if finish is not None:

@@ -198,7 +198,7 @@ async def solve(
     return output
 
 
-def final_answer(output: Mapping[str, Any]) -> str:
+def final_answer(output: Json) -> str:
     said = (output.get(name) for name in ("answer", "program", "plan"))
     return next((text for text in said if isinstance(text, str) and text), "")
 

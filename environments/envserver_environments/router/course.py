@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any, Literal
 
 from envserver_records.tasks import Json
@@ -17,83 +18,12 @@ from envserver_tools.calling import StrictDecoder, check_characters, visible_tex
 from jsonschema import Draft202012Validator
 
 MAX_STEPS = 8
+"""As in the schemas."""
 
-_DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-_TEXT: Json = {"type": "string", "minLength": 1}
-
-
-def _closed(properties: Json) -> Json:
-    """An object with all of these properties and no others."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": [*properties],
-        "properties": properties,
-    }
-
-
-_STEP = _closed(
-    {
-        "id": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,15}$"},
-        "agent": {"enum": ["math", "code", "search"]},
-        "tool": {"type": "string"},
-        "args": {"type": "object"},
-        "depends_on": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-    }
-)
-_HANDOFF = _closed({"from": {"type": "string"}, "to": {"type": "string"}, "payload": _TEXT})
-GRAPH: Json = _DIALECT | _closed(
-    {
-        "rationale": {"type": "string", "minLength": 1, "maxLength": 2000},
-        "steps": {"type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": _STEP},
-        "handoffs": {"type": "array", "items": _HANDOFF},
-        "final_step": {"type": "string"},
-    }
-)
-
-
-def _arguments(required: str, properties: Json) -> Json:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [required],
-        "additionalProperties": False,
-    }
-
-
-TOOLS: dict[str, dict[str, Json]] = {
-    "math": {
-        "solve": _arguments("problem", {"problem": _TEXT}),
-        "calculate": _arguments("expression", {"expression": _TEXT}),
-    },
-    "code": {
-        "write": _arguments("task", {"task": _TEXT, "language": {"enum": ["python"]}}),
-        "run_tests": _arguments("target", {"target": {"type": "string"}}),
-    },
-    "search": {
-        "query": _arguments(
-            "q", {"q": _TEXT, "top_k": {"type": "integer", "minimum": 1, "maximum": 20}}
-        ),
-    },
-}
-
-_TEXTS: Json = {"type": "array", "items": _TEXT, "minItems": 1}
-
-COURSE: Json = _DIALECT | _closed(
-    {
-        "route_plan": {**_TEXTS, "maxItems": MAX_STEPS},
-        "route_rationale": _TEXT,
-        "expected_artifacts": _TEXTS,
-        "thinking_outline": _TEXTS,
-        "handoff_plan": _TEXT,
-        "todo_list": _TEXTS,
-        "difficulty": {"enum": ["introductory", "intermediate", "advanced"]},
-        "tags": _TEXTS,
-        "acceptance_criteria": _TEXTS,
-        "metrics": {"type": "object", "minProperties": 1},
-    }
-)
-
+_SCHEMAS: Json = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
+GRAPH: Json = _SCHEMAS["graph"]
+TOOLS: dict[str, dict[str, Json]] = _SCHEMAS["tools"]
+COURSE: Json = _SCHEMAS["coursegpt"]
 COURSE_KEYS: tuple[str, ...] = tuple(COURSE["required"])
 
 
@@ -122,7 +52,7 @@ class Step:
     id: str
     agent: str
     tool: str
-    args: Mapping[str, Any]
+    args: Json
     depends_on: tuple[str, ...] = ()
 
 

@@ -18,15 +18,14 @@ from typing import Any, Literal
 from envserver_environments.rows import (
     DataSets,
     Division,
-    Hub,
     Row,
     decoded,
     fields_of,
     last_message,
     missing,
+    published,
     roles_of,
     spelled,
-    table_of,
 )
 from envserver_records.tasks import Json
 
@@ -50,22 +49,10 @@ Profile = Literal["graph", "coursegpt"]
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 SAMPLE_DOCUMENTS = SAMPLE.with_name("documents.jsonl")
 
-HUBS: dict[str, Hub] = {
-    "coursegpt": Hub(
-        "Alovestocode/Router-agent-data",
-        {"train": "train", "validation": "train", "test": "train"},
-    ),
-}
 
+ROLES, HUBS = published(__file__)
 DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
 
-ROLES = table_of(
-    query="query, user_query, question, task, prompt, messages",
-    plan="plan, gold, gold_plan, completion, reward_model.ground_truth, messages",
-    documents="documents",
-    answer="answer",
-    results="results",
-)
 _QUERY_MARK = "User query:\n"
 _FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n```\s*", re.DOTALL)
 

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Literal
 
 from envserver_environments.rows import (
-    Hub,
     NumberedRow,
     Row,
     decoded,
     last_message,
     missing,
+    published,
     roles_of,
-    table_of,
     value_at,
 )
 from envserver_records.tasks import Json
@@ -122,28 +121,7 @@ def _check_needs(row: Json) -> None:
             raise InputError("It needs a package that is not here.") from error
 
 
-HUBS: dict[str, Hub] = {
-    "swe_bench": Hub(
-        "princeton-nlp/SWE-bench", {"train": "train", "validation": "dev", "test": "test"}
-    ),
-    "swe_bench_lite": Hub("princeton-nlp/SWE-bench_Lite", {"validation": "dev", "test": "test"}),
-    "swe_bench_verified": Hub("princeton-nlp/SWE-bench_Verified", {"test": "test"}),
-    "swe_gym": Hub("SWE-Gym/SWE-Gym", {"train": "train"}),
-    "swe_smith": Hub("SWE-bench/SWE-smith", {"train": "train"}),
-    "r2e": Hub("R2E-Gym/R2E-Gym-Subset", {"train": "train"}),
-}
-
-ROLES = table_of(
-    instance_id="instance_id, id",
-    problem_statement="problem_statement, issue, prompt",
-    repo="repo, repo_name, repository",
-    base_commit="base_commit",
-    patch="patch, gold_patch, golden_patch",
-    test_patch="test_patch",
-    FAIL_TO_PASS="FAIL_TO_PASS, fail_to_pass",
-    PASS_TO_PASS="PASS_TO_PASS, pass_to_pass",
-    commit_hash="commit_hash",
-)
+ROLES, HUBS = published(__file__)
 _REPO = {*ROLES["repo"]}
 
 Layout = Literal["own", "bench", "smith", "r2e"]

@@ -285,7 +285,7 @@ class Tau(DataEnvironment):
             return bool(self.config.strict)
         return bool(task.hidden["strict"])
 
-    def _script(self, task: Task) -> Sequence[Mapping[str, Any]]:
+    def _script(self, task: Task) -> Sequence[Json]:
         return () if self.config.user == "model" else task.public["user_script"]
 
 

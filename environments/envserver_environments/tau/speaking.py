@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from envserver_records.tasks import Json
 from envserver_tools.calling import StrictDecoder, Tool, check_characters, visible_text
@@ -26,7 +26,7 @@ from .tasks import TauMessage, TauTask, has_text
 # answers with an error.
 
 
-def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[Json]:
+def calls_of(tool_calls: Sequence[Json]) -> list[Json]:
     """A model's tool calls as an episode takes them: `{"id", "name", "arguments"}`."""
     return [_call(call) for call in tool_calls]
 
@@ -58,7 +58,7 @@ def result_for_model(result: TauMessage) -> Message:
     return {"role": "tool", "tool_call_id": result["id"], "content": result["content"]}
 
 
-def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
+def assistant_calls(*calls: tuple[str, Json]) -> Message:
     made = [
         _function_call({"id": f"call_{place}", "name": name, "arguments": arguments})
         for place, (name, arguments) in enumerate(calls)
@@ -66,7 +66,7 @@ def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _call(call: Mapping[str, Any]) -> Json:
+def _call(call: Json) -> Json:
     function = call.get("function") or {}
     source = function.get("arguments")
     return {
@@ -85,7 +85,7 @@ def _arguments(source: str) -> Json | str:
     return value if isinstance(value, dict) else source
 
 
-def _function_call(call: Mapping[str, Any]) -> Json:
+def _function_call(call: Json) -> Json:
     # A text that is not an object is written as a JSON string: it is read back as the text it is.
     source = json.dumps(call["arguments"])
     return {
@@ -263,7 +263,7 @@ def _not_here(**arguments: object) -> str:
 # text, in which {result} is the last call's result}`.
 
 UserKind = Literal["auto", "script", "model"]
-Rule = Mapping[str, Any]
+Rule = Json
 
 USER = "user"
 MAX_REPEATS = 5

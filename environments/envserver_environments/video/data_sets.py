@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import (
-    OPTIONS,
     DataSets,
     FirstOption,
-    Hub,
     Row,
     fields_of,
     missing,
     option_place,
     options_of,
+    published,
     roles_of,
     rows_within,
     spelled,
     split_options,
-    table_of,
     text_of,
     value_at,
 )
@@ -44,28 +42,7 @@ from .frames.store import SUFFIXES, pictures_in
 
 DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
 
-ROLES = table_of(
-    question="question, Question, problem, query, q, question_text",
-    video=(
-        "videoID, video.path, video, video_id, q_uid, video_idx, video_name, video_filename, "
-        "vid_name, vid, video_uid, metadata.video_id, video_path, file, path"
-    ),
-    options=OPTIONS,
-    answer="answer, truth, correct_answer, answer_value, label, gt, solution",
-    index=(
-        "answer_id, answer_number, correct_idx, answer_idx, answer_index, correct_choice, "
-        "correct_index"
-    ),
-    aliases="additional_ref_answer",
-    id="question_id, qid, id",
-    type="type, question_type, task_type, question_category, area",
-    context="context, subtitles, subtitle, sub",
-    captions="subtitle_path, captions_path",
-    file="file, video_path, path",
-    start="start",
-    end="end",
-    evidence="evidence, ts",
-)
+ROLES, HUBS = published(__file__)
 """index: the place of the right option, from 0; start, end: the part of the video that the question
 is about; captions: a file of them."""
 _COLUMN = re.compile(
@@ -124,7 +101,7 @@ def _judged(row: Row) -> list[Row]:
 
 def read_item(
     row: Row,
-    answers: Mapping[str, Any] | None = None,
+    answers: Json | None = None,
     columns: Mapping[str, str] | None = None,
     first: FirstOption = lambda: 0,
 ) -> VideoQuestion:
@@ -159,7 +136,7 @@ def read_item(
     )
 
 
-def _part(found: Mapping[str, Any]) -> str:
+def _part(found: Json) -> str:
     """Says which part of the video the question is about (MVBench, STAR)."""
     try:
         start, end = float(found["start"]), float(found["end"])
@@ -170,7 +147,7 @@ def _part(found: Mapping[str, Any]) -> str:
 
 
 def _answered(
-    row: Row, question: str, found: Mapping[str, Any], counted_from: FirstOption
+    row: Row, question: str, found: Json, counted_from: FirstOption
 ) -> tuple[str, list[str], Json]:
     """The question without its options, they, and the right one or the right answers in words."""
     names = sorted(filter(_COLUMN.fullmatch, row))
@@ -226,10 +203,6 @@ DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "questions.jsonl"
 SAMPLE_VIDEOS = DATA / "videos"
 
-HUBS: dict[str, Hub] = {
-    "nextqa": Hub("lmms-lab/NExTQA", {"test": "test"}, ("MC",)),
-    "egoschema": Hub("lmms-lab/egoschema", {"test": "test"}, ("Subset",)),
-}
 DATA_SETS = DataSets(SAMPLE, HUBS)
 MAX_CONTEXT_BYTES = 16 << 20
 

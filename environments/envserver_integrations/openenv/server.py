@@ -10,7 +10,7 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
@@ -20,8 +20,8 @@ from envserver import Caller, ConfigError, Service, ServiceError, Services, Task
 
 from .agent import ACT, act_tool, mode_of, text_field, tools_of
 
-_MOST_BYTES: Final = 16 << 20
-_MOST_TEXT: Final = 500
+_MOST_BYTES = 16 << 20
+_MOST_TEXT = 500
 
 
 class InvalidAction(Exception):
@@ -51,7 +51,7 @@ class Session:
         self._blames_model = config.server_errors == "model"
         self._turn = asyncio.Lock()
 
-    async def reset(self, arguments: Mapping[str, Any]) -> Json:
+    async def reset(self, arguments: Json) -> Json:
         try:
             return step_result(await self._ask("reset", dict(arguments)))
         except InvalidAction as error:
@@ -59,7 +59,7 @@ class Session:
                 f"The OpenEnv server cannot reset: {error}", hint="See --env.reset."
             ) from error
 
-    async def step(self, action: Mapping[str, Any]) -> Json:
+    async def step(self, action: Json) -> Json:
         return step_result(await self._ask("step", dict(action)))
 
     async def _ask(self, kind: str, data: Json) -> Any:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
@@ -104,11 +104,11 @@ def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
     return tuple(vectors)
 
 
-RECIPE: Final = "merge.json"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALIGNMENT: Final = 8
-_UNFINISHED: Final = ".merging-"
-_YOUNG_SECONDS: Final = 10
+RECIPE = "merge.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALIGNMENT = 8
+_UNFINISHED = ".merging-"
+_YOUNG_SECONDS = 10
 
 
 class WeightsWriter:
@@ -255,7 +255,7 @@ def _rename(folder: Path, place: Path) -> None:
     replace_folder(folder, place, folder.with_name(f"{folder.name}-old"))
 
 
-_COPIED: Final = (
+_COPIED = (
     "*.json",
     "*.jinja",
     "*.txt",
@@ -265,8 +265,8 @@ _COPIED: Final = (
     "LICENSE*",
     "NOTICE*",
 )
-_OURS: Final = ("*.index.json", RECIPE, "make_tiny.json", "trainer_state.json", "adapter_*.json")
-_TEMPLATES: Final = "additional_chat_templates"
+_OURS = ("*.index.json", RECIPE, "make_tiny.json", "trainer_state.json", "adapter_*.json")
+_TEMPLATES = "additional_chat_templates"
 
 
 def copy_rest(base: Path, folder: Path) -> list[str]:
@@ -287,7 +287,7 @@ Report = Callable[[int], None]
 
 # Inputs are named by their folder's name and the sha256 of their weights, never by a path.
 
-_DIGITS: Final = 16
+_DIGITS = 16
 """Digits of a sha256 in the card; merge.json has all."""
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
@@ -23,14 +23,14 @@ from envserver.version import __version__
 from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written
 from ..exporting.html import RunFacts
 
-CARD: Final = "README.md"
-_LOOKED_AT: Final = 1000
+CARD = "README.md"
+_LOOKED_AT = 1000
 """Rows inspected for the card's list of columns."""
-_LONGEST: Final = 100
-_BAR: Final = 30
-_SIZES: Final = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
-_SPLITS: Final = ("train", "validation", "test")
-_ABOUT: Final = {
+_LONGEST = 100
+_BAR = 30
+_SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+_SPLITS = ("train", "validation", "test")
+_ABOUT = {
     "atropos": "One row is a group of rollouts of one task, in the form of Atropos.",
     "messages": "One row is a conversation for supervised fine-tuning, in OpenAI's chat form.",
     "dpo": "One row is a pair of answers to one prompt, the chosen one of a higher reward.",

@@ -17,6 +17,7 @@ import math
 import random
 import re
 import string
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from envserver_records.records import Json, Message
 
 from envserver.settings.config import SimConfig
 
+from . import ASSETS
 from .tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -36,12 +38,9 @@ from .tokenizer import (
     refusal,
 )
 
-REFUSALS = (
-    "I'm sorry, but I can't help with that.",
-    "I cannot assist with this request.",
-    "As an AI language model, I am not able to answer this.",
-)
-_LOOPS = ("The answer is the answer is ", "Wait, let me check that again. ", "0")
+_PHRASES = tomllib.loads((ASSETS / "phrases.toml").read_text(encoding="utf-8"))
+OPENERS, CLOSERS, REFUSALS = (_PHRASES[name] for name in ("openers", "closers", "refusals"))
+NOUNS, VERBS = _PHRASES["nouns"].split(), _PHRASES["verbs"].split()
 _UNDECLARED = "unexpected_argument"
 
 
@@ -76,7 +75,7 @@ def faulty(
     if free and refuses < rates.refusal_rate:
         return Said(rng.choice(REFUSALS))
     if free and repeats < rates.repetition_rate:
-        return Said(rng.choice(_LOOPS), endless=True)
+        return Said(rng.choice(_PHRASES["loops"]), endless=True)
     if free and turn.calls and malforms < rates.malformed_call_rate:
         return Said(_malformed(turn, rng, tools))
     if not turn.calls and breaks < rates.broken_json_rate and _is_json(turn.content):
@@ -420,49 +419,7 @@ def _drawn(schema: Any, rng: random.Random, place: str) -> Any:
         raise refusal(f"This is not a usable JSON schema: {error}", param=place) from error
 
 
-# Phrases around an answer, values for a schema, wrong answers. The tokenizer is trained on these
-# phrases: run `make_tokenizer` after a change.
-
-OPENERS = (
-    "Let me work this out.",
-    "First, I read the question carefully.",
-    "I go through it step by step.",
-    "Let me write down what is known.",
-    "This can be done directly.",
-    "I start with the simplest part.",
-    "There is more than one way to do this.",
-    "Let me check the details first.",
-    "One thing at a time.",
-    "That looks manageable.",
-    "I will keep this short.",
-    "Let me think about what is being asked.",
-    "The numbers matter here.",
-    "I have seen a similar question before.",
-    "Let me be careful with the order.",
-    "So, what do we have?",
-)
-"""Whole sentences put before an answer or a tool call."""
-
-CLOSERS = (
-    "As I said:",
-    "I stay with my answer.",
-    "Nothing has changed:",
-    "That was my final answer:",
-)
-"""Put before the answer when the conversation continues after the answer was given."""
-
-_NOUNS = (
-    "answer agent bridge cloud corner engine field garden house island letter lamp market "
-    "morning mountain number paper question river road signal stone story table token tower "
-    "train valley water window winter world"
-)
-_VERBS = (
-    "asks brings builds changes counts crosses describes ends finds follows gives holds keeps "
-    "leaves makes meets needs opens reaches reads remembers shows starts takes turns waits"
-)
-NOUNS, VERBS = tuple(_NOUNS.split()), tuple(_VERBS.split())
-"""Words of arbitrary text."""
-
+# Values for a schema, wrong answers.
 
 _OPTIONAL_DEPTH = 6
 """Below this depth optional values are left out."""
@@ -470,16 +427,6 @@ _MAX_DEPTH = 32
 _MAX_VALUES = 2000
 _MAX_CHARACTERS = 4000
 _MAX_STEPS = 8
-_FORMATS = {
-    "date": ("2024-02-29", "2025-11-03", "1999-12-31"),
-    "time": ("08:30:00Z", "23:59:59Z"),
-    "date-time": ("2024-02-29T08:30:00Z", "2025-11-03T17:00:00Z"),
-    "email": ("river@example.com", "stone.bridge@example.org"),
-    "hostname": ("example.com", "www.example.org"),
-    "uri": ("https://example.com/garden", "https://example.org/"),
-    "uuid": ("6f1c3a52-9d0e-4b7a-8c21-5e4f3d2b1a09", "0b9d7f3e-1a2c-4d5e-9f80-7a6b5c4d3e2f"),
-    "ipv4": ("192.0.2.7", "198.51.100.23"),
-}
 
 
 def drawn_value(schema: Any, rng: random.Random) -> Any:
@@ -565,8 +512,8 @@ class _Drawer:
         return int(value) if whole else float(value)
 
     def _string(self, schema: Json) -> str:
-        if schema.get("format") in _FORMATS:
-            return self._rng.choice(_FORMATS[schema["format"]])
+        if values := _PHRASES["formats"].get(schema.get("format")):
+            return str(self._rng.choice(values))
         text = " ".join(self._rng.choice(NOUNS) for _ in range(self._rng.randint(1, 4)))
         shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
         if shortest > _MAX_CHARACTERS:

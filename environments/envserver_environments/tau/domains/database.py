@@ -24,9 +24,7 @@ class Base:
     """The data of one side of a domain, as in its file; never changed. `keyed` fields of the model
     map keys to records, whose changes are kept one by one; other fields are kept as a whole."""
 
-    def __init__(
-        self, model: type[BaseModel], content: Mapping[str, Any], keyed: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: type[BaseModel], content: Json, keyed: Collection[str] = ()) -> None:
         self.model = model
         self.keyed = frozenset(keyed)
         self.tables: Mapping[str, Any] = model.model_validate(content).model_dump()
@@ -92,7 +90,7 @@ class Database:
             self._tables[name] = copied(self.base.tables[name])
         return self._tables[name]
 
-    def merge(self, update: Mapping[str, Any]) -> None:
+    def merge(self, update: Json) -> None:
         """Lays `update` over the content: objects are merged, all else (lists too) replaced."""
         touched: Json = {
             name: {} if name in self.base.keyed else self.table(name) for name in self.base.tables
