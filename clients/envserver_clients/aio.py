@@ -15,6 +15,7 @@ import httpx
 from envserver_records import ConflictError, EnvserverError, NotFoundError, Split, Trajectory
 from envserver_records.http_errors import Urls, authorization
 from envserver_records.servers import AsyncServersClient
+from envserver_records.tasks import Json
 from envserver_records.waiting import cancel_and_wait
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK, LEASE_STREAM, GroupSummary
 
@@ -81,7 +82,7 @@ class EnvClient:
         batch_size: int = 8,
         delivery: Delivery = "shared",
         environments: Sequence[str] = (),
-        settings: dict[str, Any] | None = None,
+        settings: Json | None = None,
         token: str | None = None,
         keep_leases_seconds: float | None = None,
         compress: bool = True,
@@ -91,7 +92,7 @@ class EnvClient:
     ) -> None:
         self._run = run
         self._path = f"/v1/runs/{quote(run or '', safe='')}"
-        self._about: dict[str, Any] = {"name": run or "", "batch_size": batch_size}
+        self._about: Json = {"name": run or "", "batch_size": batch_size}
         self._about |= {"delivery": delivery, "environments": list(environments)}
         if settings:
             self._about["settings"] = settings
@@ -136,13 +137,13 @@ class EnvClient:
 
     # The run
 
-    async def register(self) -> dict[str, Any]:
+    async def register(self) -> Json:
         """Creates or continues the run; returns what the server knows about it. Raises
         ConflictError: a run of this name has another delivery.
         """
         return await self._json("POST", "/v1/runs", self._about)
 
-    async def resume(self, checkpoint: str | None) -> dict[str, Any]:
+    async def resume(self, checkpoint: str | None) -> Json:
         """Goes back to a checkpoint: groups acknowledged after it are delivered again in their old
         order, and open leases of the run are given back.
 
@@ -156,11 +157,9 @@ class EnvClient:
         self._held.clear()
         return answer
 
-    async def checkpoints(self) -> list[dict[str, Any]]:
+    async def checkpoints(self) -> list[Json]:
         """Returns `name`, `acked_groups` and `created_at` of each checkpoint, oldest first."""
-        found: list[dict[str, Any]] = (await self._json("GET", f"{self._path}/checkpoints"))[
-            "checkpoints"
-        ]
+        found: list[Json] = (await self._json("GET", f"{self._path}/checkpoints"))["checkpoints"]
         return found
 
     async def close_run(self) -> None:
@@ -187,8 +186,8 @@ class EnvClient:
             self._held.add(batch.lease_id)
         return batch
 
-    def _limits(self, whole: bool, wanted: BatchLimits) -> dict[str, Any]:
-        limits: dict[str, Any] = dict(wanted)
+    def _limits(self, whole: bool, wanted: BatchLimits) -> Json:
+        limits: Json = dict(wanted)
         if not {"max_groups", "max_sequences", "max_tokens"} & limits.keys():
             limits["max_groups"] = self._about["batch_size"]
         limits.setdefault("min_groups", limits.get("max_groups", 1) if whole else 1)
@@ -456,7 +455,7 @@ class EnvClient:
         """
         if not task_ids:
             return []
-        order: dict[str, Any] = {"environment": environment, "task_ids": list(task_ids)}
+        order: Json = {"environment": environment, "task_ids": list(task_ids)}
         order["group_size"] = group_size
         if split is not None:
             order["split"] = split
@@ -503,23 +502,23 @@ class EnvClient:
 
     async def register_engine(
         self, url: str, version: int | None = None, *, wait_seconds: float = 60.0
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Registers an engine that serves the weights of `version`; again: updates its version.
 
         Returns its row of GET /v1/engines: `id`, `standing`, `reason` ... Waits up to
         `wait_seconds` for the check of a new engine. Raises ConflictError: the engine differs from
         the server's others.
         """
-        body: dict[str, Any] = {"url": url, "wait_seconds": wait_seconds}
+        body: Json = {"url": url, "wait_seconds": wait_seconds}
         if version is not None:
             body["version"] = version
         answer = await self._json("POST", "/v1/engines", body, extra_seconds=wait_seconds)
-        row: dict[str, Any] = answer["engine"]
+        row: Json = answer["engine"]
         return row
 
-    async def engines(self) -> list[dict[str, Any]]:
+    async def engines(self) -> list[Json]:
         """Returns the rows of GET /v1/engines: `id`, `url`, `weights_version`, `standing`, ..."""
-        rows: list[dict[str, Any]] = (await self._json("GET", "/v1/engines"))["engines"]
+        rows: list[Json] = (await self._json("GET", "/v1/engines"))["engines"]
         return rows
 
     async def pause_engine(self, engine_id: str) -> None:
@@ -532,7 +531,7 @@ class EnvClient:
         path = f"/v1/engines/{quote(engine_id, safe='')}/resume"
         await self._send(Call("POST", path, {"version": version}))
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Json:
         """Returns GET /v1/status."""
         return await self._json("GET", "/v1/status")
 
@@ -542,9 +541,7 @@ class EnvClient:
     def _encodings(self) -> str:
         return "zstd" if self._compress and HAS_ZSTD else "identity"
 
-    async def _json(
-        self, method: str, path: str, json: dict[str, Any] | None = None, **more: Any
-    ) -> dict[str, Any]:
+    async def _json(self, method: str, path: str, json: Json | None = None, **more: Any) -> Json:
         return object_of(await self._send(Call(method, path, json, **more)))
 
     async def _send(self, call: Call) -> Answer:

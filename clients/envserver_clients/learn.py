@@ -30,7 +30,15 @@ from typing import Any, Final, Literal, Self
 import httpx
 from envserver_records import EnvserverError
 from envserver_records.files import replace_file
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from rich.console import Console
 
 from envserver_clients.training.metrics import HELD_OUT, Line, read_lines, write_held_out
@@ -179,30 +187,30 @@ class LearnSettings(BaseModel):
     """Where engine and trainer compute: cpu, or cuda. The tiny model gains nothing on a GPU."""
     seed: int = 0
     """Seed of the task order and of the trainer."""
-    minutes: float = Field(default=10.0, gt=0)
+    minutes: PositiveFloat = 10.0
     """Time limit of the trainer."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """Stop after this many steps. Default: no limit."""
     until_reward: float | None = 0.9
     """Stop when the mean reward of the last ten steps is at least this."""
-    waste_patience: int = Field(default=12, ge=1)
+    waste_patience: PositiveInt = 12
     """Stop with an error after so many batches in a row that teach nothing."""
-    evaluate_every: int | None = Field(default=None, ge=0)
+    evaluate_every: NonNegativeInt | None = None
     """Evaluate the model on held-out questions every so many steps, and at the end; 0: never.
     Default: 20 for `sort` and `tool`, else 0."""
-    held_out: int = Field(default=200, ge=1)
+    held_out: PositiveInt = 200
     """Number of held-out questions, asked once each."""
     shuffle_rewards: bool = False
     """Shuffle the rewards within each group: a control run, which must not learn."""
-    groups: int = Field(default=12, ge=1)
+    groups: PositiveInt = 12
     """Groups per batch."""
     group_size: int = Field(default=8, ge=2)
     """Rollouts per group."""
-    learning_rate: float = Field(default=3e-4, gt=0)
+    learning_rate: PositiveFloat = 3e-4
     """Learning rate."""
-    kl_weight: float = Field(default=0.0, ge=0)
+    kl_weight: NonNegativeFloat = 0.0
     """Weight of the distance to the initial model."""
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: NonNegativeInt = 0
     """Rank of a LoRA to train instead of all weights, with a higher --learning-rate; 0: train all
     weights."""
 

@@ -25,7 +25,7 @@ from typing import Final, Literal
 
 from envserver_records import EnvserverError
 from envserver_records.files import replace_file, sha256_of
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 from rich.console import Console
 
 from envserver_clients.training.metrics import HELD_OUT, draw_held_out, read_lines
@@ -61,17 +61,17 @@ class ProofSettings(BaseModel):
     start: Literal["spoiled", "half"] = "spoiled"
     """The tiny model that all runs start from: taught the task, then spoiled by wrong answers; or
     taught it only by half. Each has an --output of its own."""
-    seeds: int = Field(default=5, ge=1)
+    seeds: PositiveInt = 5
     """Number of seeds, from 0."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """Steps of each run. Default: 40 (spoiled), 300 (half)."""
-    evaluate_every: int | None = Field(default=None, ge=1)
+    evaluate_every: PositiveInt | None = None
     """Steps between evaluations. Default: 10 (spoiled), 50 (half)."""
-    minutes: float = Field(default=10.0, gt=0)
+    minutes: PositiveFloat = 10.0
     """Time limit of each run."""
-    held_out: int = Field(default=200, ge=1)
+    held_out: PositiveInt = 200
     """Number of held-out questions."""
-    jobs: int = Field(default=1, ge=1)
+    jobs: PositiveInt = 1
     """Runs at the same time; each is busy on one to two cores."""
 
 

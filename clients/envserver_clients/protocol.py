@@ -12,7 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypedDict
+from typing import Final, Literal, TypedDict
 
 import msgspec
 from envserver_records import (
@@ -27,6 +27,7 @@ from envserver_records import (
 )
 from envserver_records.framing import FrameReader
 from envserver_records.http_errors import Urls, server_urls
+from envserver_records.tasks import Json
 from envserver_records.waiting import Backoff
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK
 
@@ -119,7 +120,7 @@ class Call:
 
     method: str
     path: str
-    json: dict[str, Any] | None = None
+    json: Json | None = None
     accept: str = "application/json"
     extra_seconds: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
@@ -196,8 +197,8 @@ def batch_of(answer: Answer) -> Batch | None:
     return None if answer.status == 204 else decode_batch(answer.content)
 
 
-def object_of(answer: Answer) -> dict[str, Any]:
-    return decoded(answer.content, dict[str, Any], "a JSON object")
+def object_of(answer: Answer) -> Json:
+    return decoded(answer.content, Json, "a JSON object")
 
 
 def decompress(content: bytes, encoding: str) -> bytes:
@@ -266,7 +267,7 @@ class TaskSummary(msgspec.Struct, frozen=True):
     """A task without its hidden part; `public` is what a rollout needs."""
 
     task_id: str
-    public: dict[str, Any]
+    public: Json
 
 
 class TaskEstimate(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from envserver_records import Group, InputError, Message, Trajectory, unpack
 from envserver_records.experts import Table, row_experts
 from envserver_records.images import RowImage, images_of
 from envserver_records.sampling import SamplingSpan, span_of
+from envserver_records.tasks import Json
 from envserver_records.wire import GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
 
@@ -192,9 +193,9 @@ class _Post(msgspec.Struct):
     masks: list[list[int]]
     scores: list[float]
     inference_logprobs: list[list[float]] | None = None
-    messages: list[list[dict[str, Any]]] | None = None
-    overrides: list[dict[str, Any]] | None = None
-    generation_params: dict[str, Any] | None = None
+    messages: list[list[Json]] | None = None
+    overrides: list[Json] | None = None
+    generation_params: Json | None = None
 
 
 _post_decoder: Final = msgspec.json.Decoder(_Post)
@@ -222,7 +223,7 @@ def _rows_of_post(group_id: str, policy_version: int, body: memoryview) -> Itera
         )
 
 
-def _spans(params: dict[str, Any], index: int, length: int) -> list[SamplingSpan]:
+def _spans(params: Json, index: int, length: int) -> list[SamplingSpan]:
     if not (rows := params.get("sampling")):
         return [span_of(params, "unknown", 0, length)]
     return msgspec.convert(rows[index], list[SamplingSpan])

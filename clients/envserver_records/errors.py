@@ -78,7 +78,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
     message: str
     hint: str = ""
-    detail: dict[str, Any] = msgspec.field(default_factory=dict)
+    detail: dict[str, Any] = {}
 
 
 class EnvserverError(Exception):

@@ -34,6 +34,7 @@ from .sandboxes import SandboxLimits as SandboxLimits
 from .sandboxes import SandboxSpec as SandboxSpec
 from .sandboxes import SandboxUsage as SandboxUsage
 from .tasks import UNIT_RANGE, RewardRange, TurnReward
+from .tasks import Json as Json
 from .tasks import Message as Message
 from .tasks import PublicTask as PublicTask
 from .tasks import Result as Result
@@ -112,8 +113,8 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: str
     message: Message
     messages: list[Message]
-    tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    sampling: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: list[Json] = []
+    sampling: Json = {}
     logprobs_kind: LogprobsKind = "unknown"
     agent: str | None = None
     trained: bool = True
@@ -133,10 +134,10 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
     started_at: float = 0.0
     seconds: float = 0.0
     seconds_to_first: float | None = None
-    flags: list[str] = msgspec.field(default_factory=list)
+    flags: list[str] = []
     sampled_message: Message | None = None
-    hooks: list[HookEvent] = msgspec.field(default_factory=list)
-    images: list[ImageSpan] = msgspec.field(default_factory=list)
+    hooks: list[HookEvent] = []
+    images: list[ImageSpan] = []
     experts: RoutedExperts | None = None
 
     @property
@@ -168,7 +169,7 @@ class ServiceCall(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """An agent's request to a service, and its answer (None if `refused` says why not)."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
     answer: Any = None
     refused: str = ""
 
@@ -200,9 +201,9 @@ class Sequence(msgspec.Struct, kw_only=True):
     versions: Tokens
     path: list[int]
     agent: str | None = None
-    flags: list[str] = msgspec.field(default_factory=list)
-    sampling: list[SamplingSpan] = msgspec.field(default_factory=list)
-    images: list[ImageSpan] = msgspec.field(default_factory=list)
+    flags: list[str] = []
+    sampling: list[SamplingSpan] = []
+    images: list[ImageSpan] = []
     experts: RoutedExperts | None = None
     follows: int | None = None
     share: float = 1.0
@@ -245,7 +246,7 @@ class Conversation(msgspec.Struct, kw_only=True):
     trained: bool
     model: str
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[Json]
     turns: int
     completion_tokens: int
 
@@ -268,7 +269,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     env: str
     sequences: list[Sequence]
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[Json]
     output: Any
     score: Score
     finish_reason: str | None
@@ -276,21 +277,21 @@ class Trajectory(msgspec.Struct, kw_only=True):
     limit: str | None
     turns: int
     usage: Usage
-    flags: list[str] = msgspec.field(default_factory=list)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    calls: list[TracedCall] = msgspec.field(default_factory=list)
-    actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    others: list[Conversation] = msgspec.field(default_factory=list)
-    service_calls: list[ServiceCall] = msgspec.field(default_factory=list)
-    turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
-    agent_calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
-    hooks: list[HookEvent] = msgspec.field(default_factory=list)
-    egress: list[EgressRequest] = msgspec.field(default_factory=list)
+    flags: list[str] = []
+    metrics: dict[str, float] = {}
+    calls: list[TracedCall] = []
+    actions: list[Json] = []
+    others: list[Conversation] = []
+    service_calls: list[ServiceCall] = []
+    turn_rewards: list[TurnReward] = []
+    agent_calls: dict[str, list[int]] = {}
+    hooks: list[HookEvent] = []
+    egress: list[EgressRequest] = []
     started_at: float = 0.0
-    timings: list[Timing] = msgspec.field(default_factory=list)
-    attempts: list[FailedAttempt] = msgspec.field(default_factory=list)
-    printed: list[Printed] = msgspec.field(default_factory=list)
-    images: dict[str, bytes] = msgspec.field(default_factory=dict)
+    timings: list[Timing] = []
+    attempts: list[FailedAttempt] = []
+    printed: list[Printed] = []
+    images: dict[str, bytes] = {}
 
     def messages_of(self, agent: str | None) -> list[Message]:
         return next((one.messages for one in self.others if one.agent == agent), self.messages)
@@ -332,21 +333,21 @@ class Group(msgspec.Struct, kw_only=True):
     trajectories: list[Trajectory]
     model: str = ""
     policy_version: int = -1
-    generation_params: dict[str, Any] = msgspec.field(default_factory=dict)
-    rendering: dict[str, Any] = msgspec.field(default_factory=dict)
-    failures: list[Failure] = msgspec.field(default_factory=list)
+    generation_params: Json = {}
+    rendering: Json = {}
+    failures: list[Failure] = []
     created_at: float = 0.0
     seed: int = 0
-    services: dict[str, Any] = msgspec.field(default_factory=dict)
+    services: Json = {}
     asked: int = 0
-    lost: dict[str, int] = msgspec.field(default_factory=dict)
-    env_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    lost: dict[str, int] = {}
+    env_config: Json = {}
     reward_range: RewardRange = UNIT_RANGE
-    component_weights: dict[str, float] = msgspec.field(default_factory=dict)
-    public: dict[str, Any] = msgspec.field(default_factory=dict)
-    missing: dict[str, list[FailedAttempt]] = msgspec.field(default_factory=dict)
-    provenance: dict[str, Any] = msgspec.field(default_factory=dict)
-    images: dict[str, bytes] = msgspec.field(default_factory=dict)
+    component_weights: dict[str, float] = {}
+    public: Json = {}
+    missing: dict[str, list[FailedAttempt]] = {}
+    provenance: Json = {}
+    images: dict[str, bytes] = {}
     digest: str = ""
 
 

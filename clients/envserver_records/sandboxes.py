@@ -44,9 +44,9 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
         image_hides: directories of the image that are empty in this sandbox.
     """
 
-    files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    files: dict[str, bytes] = {}
     archive: bytes | None = None
-    env: dict[str, str] = msgspec.field(default_factory=dict)
+    env: dict[str, str] = {}
     preload: tuple[str, ...] = ()
     limits: SandboxLimits = SandboxLimits()
     image: str = ""
@@ -71,7 +71,7 @@ class SandboxUsage(msgspec.Struct, frozen=True, kw_only=True):
     disk_mb: float = 0.0
     peak_processes: int = 0
     executions: int = 1
-    killed: dict[str, int] = msgspec.field(default_factory=dict)
+    killed: dict[str, int] = {}
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,11 +50,11 @@ class Score(msgspec.Struct, kw_only=True):
     """
 
     reward: float | None = None
-    components: dict[str, float] = msgspec.field(default_factory=dict)
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    components: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     error: str | None = None
-    rewards: dict[str, float] = msgspec.field(default_factory=dict)
-    turns: list[TurnReward] = msgspec.field(default_factory=list)
+    rewards: dict[str, float] = {}
+    turns: list[TurnReward] = []
 
     def of_agent(self, agent: str | None) -> float | None:
         """Returns the reward (of a trajectory's score) or outcome (of a scorer's) of `agent`."""
@@ -179,6 +179,9 @@ Split = Literal["train", "validation", "test"]
 CompactionRewards = Literal["same", "last", "length"]
 """How rows that follow each other by compaction get the reward of their rollout."""
 
+Json = dict[str, Any]
+"""A JSON object."""
+
 Message = dict[str, Any]
 """A chat message in OpenAI's format."""
 
@@ -196,7 +199,7 @@ class PublicTask(msgspec.Struct, frozen=True):
     """The part of a task that a worker gets; `public` is what a rollout needs."""
 
     id: str
-    public: dict[str, Any]
+    public: Json
 
     def __post_init__(self) -> None:
         if isinstance(self.id, str) and not self.id.isprintable():
@@ -214,7 +217,7 @@ class Task(PublicTask, frozen=True):
         hidden: JSON-like (answers, tests); never leaves the server and the scorer.
     """
 
-    hidden: dict[str, Any] = msgspec.field(default_factory=dict)
+    hidden: Json = {}
 
     def without_hidden(self) -> PublicTask:
         return PublicTask(self.id, self.public)
@@ -250,15 +253,15 @@ class Result(msgspec.Struct, kw_only=True):
     """
 
     output: Any = None
-    messages: list[Message] = msgspec.field(default_factory=list)
+    messages: list[Message] = []
     finish_reason: str | None = None
     truncated: bool = False
     limit: str | None = None
     turns: int = 0
     completion_tokens: int = 0
-    metrics: dict[str, float] = msgspec.field(default_factory=dict)
-    flags: list[str] = msgspec.field(default_factory=list)
-    actions: list[dict[str, Any]] = msgspec.field(default_factory=list)
-    turn_rewards: list[TurnReward] = msgspec.field(default_factory=list)
-    calls: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    metrics: dict[str, float] = {}
+    flags: list[str] = []
+    actions: list[Json] = []
+    turn_rewards: list[TurnReward] = []
+    calls: dict[str, list[int]] = {}
     completion_ids: list[int] | None = None

@@ -5,11 +5,12 @@ All are bounded: `MOST_TIMINGS`, `MOST_ATTEMPTS` and `MOST_PRINTED` limit what o
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
 
 from .errors import Blame
+from .tasks import Json
 
 MOST_TIMINGS: Final = 2000
 """Maximum number of timings of a rollout. Engine calls are kept first, then what began first."""
@@ -64,19 +65,19 @@ class Printed(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-def timing_as_json(timing: Timing) -> dict[str, Any]:
+def timing_as_json(timing: Timing) -> Json:
     """Returns a timing as an object, in which `start` and `end` are called `from` and `to`."""
     found = {name: getattr(timing, name) for name in Timing.__struct_fields__}
     found["from"], found["to"] = found.pop("start"), found.pop("end")
     return found
 
 
-def compact_timing(timing: Timing) -> dict[str, Any]:
+def compact_timing(timing: Timing) -> Json:
     """Returns the object of `timing_as_json` without what is unknown."""
     return {name: value for name, value in timing_as_json(timing).items() if value is not None}
 
 
-def timing_from_json(given: dict[str, Any]) -> Timing:
+def timing_from_json(given: Json) -> Timing:
     """Returns the timing of `timing_as_json` or `compact_timing`."""
     values = {**given, "start": given.get("from"), "end": given.get("to")}
     return msgspec.convert([values.get(name) for name in Timing.__struct_fields__], Timing)

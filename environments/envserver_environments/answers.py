@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import Tool, ToolError, checked_call, toolbox, visible_text
 
 from envserver import Message
@@ -51,7 +51,7 @@ def last_reply(messages: Sequence[Message]) -> Message:
     return next((one for one in reversed(messages) if one.get("role") == "assistant"), {})
 
 
-def arguments_of(tool: Tool, message: Message) -> dict[str, Any] | None:
+def arguments_of(tool: Tool, message: Message) -> Json | None:
     """The arguments of the first valid call of `tool` in a message; None without any."""
     calls = message.get("tool_calls")
     for call in calls if isinstance(calls, list) else []:
@@ -135,7 +135,7 @@ def _payloads(seen: str) -> list[str]:
     return [lone.group()] if lone else []
 
 
-def json_objects(text: str, decoder: json.JSONDecoder) -> Iterator[dict[str, Any]]:
+def json_objects(text: str, decoder: json.JSONDecoder) -> Iterator[Json]:
     """Yields the JSON objects near the end of `text` that are in no other, in order."""
     near_end = text[-MAX_JSON_CHARACTERS:]
     position = scanned = 0

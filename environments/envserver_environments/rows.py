@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import string
+import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,6 +22,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from envserver_records.tasks import Json
 from pydantic import BeforeValidator
 
 from envserver import ConfigError, Environment, InputError, Split, Task
@@ -36,11 +38,7 @@ FIELDS_NAMED = 20
 _APART = re.compile(r"""(['"])\s+(['"])""")
 
 
-def table_of(**names: str) -> Table:
-    return {role: tuple(several.split(", ")) for role, several in names.items()}
-
-
-def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -> dict[str, Any]:
+def roles_of(row: Json, table: Table, columns: Mapping[str, str]) -> Json:
     """Returns the row's values by role; `columns` are the user's names for roles. A role without a
     value is missing."""
     for role, name in columns.items():
@@ -58,14 +56,14 @@ def roles_of(row: Mapping[str, Any], table: Table, columns: Mapping[str, str]) -
     return {role: value for role, (_, value) in named.items()}
 
 
-def spelled(row: Mapping[str, Any]) -> dict[str, Any]:
+def spelled(row: Json) -> Json:
     """The row with "yes" and "no" for booleans, where these may be answers."""
     return {
         name: text_of(value) if isinstance(value, bool) else value for name, value in row.items()
     }
 
 
-def missing(row: Mapping[str, Any], roles: Iterable[str]) -> InputError:
+def missing(row: Json, roles: Iterable[str]) -> InputError:
     wanted = list(roles)
     return InputError(
         f"No known field of the row has its {' or '.join(wanted)} ({fields_of(row)}): name it by"
@@ -149,7 +147,7 @@ def text_of(value: Any) -> str:
     return str(value).strip() if isinstance(value, str | int | float) and value == value else ""
 
 
-def objects_of(value: Any) -> list[dict[str, Any]]:
+def objects_of(value: Any) -> list[Json]:
     """The objects of a list, or of a table as columns: `{"title": [...], "text": [...]}`."""
     value = decoded(value)
     if isinstance(value, Mapping):
@@ -162,7 +160,7 @@ def objects_of(value: Any) -> list[dict[str, Any]]:
     return [dict(one) for one in several if isinstance(one, Mapping)]
 
 
-def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
+def rows_within(row: Json, path: str) -> list[Json]:
     """The rows that a row holds at `path` (`paragraphs.qas`), each with the fields around it; else
     the row."""
     name, _, rest = path.partition(".")
@@ -174,7 +172,7 @@ def rows_within(row: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     return [one for part in parts for one in rows_within(part, rest)] if rest else parts
 
 
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> tuple[str, Any] | None:
+def _first(row: Json, names: Iterable[str]) -> tuple[str, Any] | None:
     values = ((name, value_at(row, name)) for name in names)
     return next((one for one in values if not isinstance(one[1], bool | None)), None)
 
@@ -286,7 +284,17 @@ class Hub:
     splits: dict[Split, str]  # this project's split -> its own; a missing one does not exist
     configs: tuple[str | None, ...] = (None,)  # read one after the other; None: it has none
     streaming: bool = False  # too large to download before the first row
-    arguments: dict[str, Any] = field(default_factory=dict)  # for `datasets.load_dataset`
+    arguments: Json = field(default_factory=dict)  # for `datasets.load_dataset`
+
+
+def published(module: str) -> tuple[Table, dict[str, Hub]]:
+    """The roles and the sets on the hub that `published.toml` beside a module names."""
+    held = tomllib.loads(Path(module).with_name("published.toml").read_text(encoding="utf-8"))
+    hubs = {
+        name: Hub(**{**facts, "configs": tuple(facts.get("configs", [None]))})
+        for name, facts in held.get("hubs", {}).items()
+    }
+    return {role: tuple(names) for role, names in held["roles"].items()}, hubs
 
 
 @dataclass(frozen=True)
@@ -473,11 +481,6 @@ def copied(data: Path, folder: Path, settings: Mapping[str, str]) -> dict[str, P
 
 
 MAX_OPTIONS = 26
-OPTIONS = (
-    "options.text, options.value, options.content, options.option_text, options, option, "
-    "candidates, choices.choice, choices.text, choices.content, choices.value, choices, "
-    "answer_option_list.content, mc_options, answer_choices"
-)
 _LABEL = re.compile(r"\s*(?:option\s+)?\(?([a-z])\s*[).:]+\s*(\S.*)", re.DOTALL | re.IGNORECASE)
 _NUMBER = re.compile(r"\s*\(?(\d{1,2})[).:]+\s+(\S.*)", re.DOTALL)
 _LETTER = re.compile(r"(?:option\s+)?\(?([a-z])\s*[).:]*", re.IGNORECASE)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar
 import aiohttp
 import httpx
 import numpy as np
-from envserver_records.records import Group, Trajectory, pack, unpack
+from envserver_records.records import Group, Json, Trajectory, pack, unpack
 from envserver_records.records import Sequence as TokenSequence
 from proxy_load import cpu_seconds
 from rich.console import Console
@@ -68,7 +68,7 @@ def asked(doc: str | None, *places: str, **defaults: Any) -> Any:
     for place in places:
         parser.add_argument(place)
     for name, default in defaults.items():
-        how: dict[str, Any] = {"default": default, "type": type(default)}
+        how: Json = {"default": default, "type": type(default)}
         if default is False:
             how = {"action": "store_true"}
         elif isinstance(default, list):
@@ -356,10 +356,10 @@ class Wire:
             answer.raise_for_status()
             await answer.read()
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: Json) -> Json:
         async with self._kept.post(self.url + path, json=body) as answer:
             answer.raise_for_status()
-            found: dict[str, Any] = await answer.json(content_type=None)
+            found: Json = await answer.json(content_type=None)
             return found
 
 

@@ -30,7 +30,7 @@ import api_load as load
 import msgspec
 from api_load import Server, ours
 from envserver_clients.http import EnvClient
-from envserver_records.records import Group, pack, unpack
+from envserver_records.records import Group, Json, pack, unpack
 from proxy_load import cpu_seconds
 from support import process_tree
 from support.api import registration
@@ -85,7 +85,7 @@ class Joiner:
 
     async def listen(self, end: float) -> None:
         """Long polls until `end`."""
-        news: dict[str, Any] | None = None
+        news: Json | None = None
         poll_seconds = 0.0
         while (left := end - time.monotonic()) > 0:
             beat = {"open": 1, "capacity": 17, "begun": self.made, "seen": news}

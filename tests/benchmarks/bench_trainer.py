@@ -29,10 +29,11 @@ from envserver_clients.training.learner import Learner, StepSettings
 from envserver_clients.training.objectives import LossSettings
 from envserver_clients.training.policy import LoraSettings, Policy
 from envserver_clients.training.ranks import Ranks
+from envserver_records.tasks import Json
 from support.tiny_model import tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Json] = {
     "padded": {},
     "packed": {"packed": True},
     "packed, activations again": {"packed": True, "checkpointed": True},
@@ -80,7 +81,7 @@ def rows(tokens: int, vocabulary: int, longest: int) -> list[Example]:
 
 def measured(
     model: Path, examples: list[Example], ranks: Ranks, micro_batch_tokens: int, **case: Any
-) -> dict[str, Any]:
+) -> Json:
     packed = case.pop("packed", False)
     dtype = case.pop("dtype", torch.bfloat16)
     begun = time.perf_counter()

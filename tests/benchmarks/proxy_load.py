@@ -1,15 +1,22 @@
-"""Calls to an HTTP server, many at once, and what they took: the benchmark's agents."""
+"""Calls to an HTTP server, many at once, and what they took: the benchmark's agents.
+
+Importing this module makes `tests/support` importable.
+"""
 
 import asyncio
 import os
 import statistics
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 def pin(core: int) -> None:

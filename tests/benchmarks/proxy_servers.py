@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import orjson
 import proxy_calls as calls
+from envserver_records.tasks import Json
 from fastapi import FastAPI, Request, Response
 from proxy_load import pin
 from starlette.responses import StreamingResponse
@@ -201,7 +202,7 @@ class _Floor:
         self._frames: dict[bool, Any] = {}
         self._template = ChatTemplate(CHATML, {})
 
-    async def answer(self, ids: list[int], request: dict[str, Any]) -> dict[str, Any]:
+    async def answer(self, ids: list[int], request: Json) -> Json:
         messages, tools = request["messages"], request.get("tools")
         text = self._template.render(messages, tools, generation_prompt=True, kwargs={})
         ids += calls.FORMAT.encode(_BETWEEN % messages[-1]["content"] if ids else text)

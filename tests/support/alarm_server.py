@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from envserver_records.tasks import Json
 
 import envserver
 
@@ -59,7 +60,7 @@ class Alarms:
 
         await until(are_gone)
 
-    async def post(self, path: str, body: dict[str, Any]) -> Any:
+    async def post(self, path: str, body: Json) -> Any:
         return (await self.http.post(path, json=body)).raise_for_status().json()
 
 
@@ -68,7 +69,7 @@ async def serving(
     folder: Path, *names: str, model: str | None = "sim", **settings: Any
 ) -> AsyncIterator[Alarms]:
     """A server with environments of the zoo."""
-    sections: dict[str, Any] = {
+    sections: Json = {
         "sim": {"latency_seconds": 0.05, "openers": False, "solve_probability": 1},
         "env": {"group_size": 2, "max_turns": 30, "ensure_scores_are_not_same": False},
         "rollouts": {"max_concurrent": 12, "max_attempts": 1, "max_queued_groups": 1_000_000},

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from envserver_records.records import Group, Score, Sequence, Task, Usage, pack
+from envserver_records.records import Group, Json, Score, Sequence, Task, Usage, pack
 from envserver_records.sampling import SamplingSpan
 
 from envserver import ServerConfig
@@ -142,7 +142,7 @@ async def head_or_answer(
 async def running_api(
     place: Path | str,
     *,
-    server: dict[str, Any] | None = None,
+    server: Json | None = None,
     clock: Callable[[], float] | None = None,
     **more: Any,
 ) -> AsyncIterator[Api]:
@@ -172,7 +172,7 @@ def api_process(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
+def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> Json:
     """A group of the Atropos wire; `mark` is the first token of each row."""
     return {
         "tokens": [[mark, 5, 6]] * rows,
@@ -181,7 +181,7 @@ def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> dict[str, Any]:
     } | fields
 
 
-def mark_of(group: dict[str, Any]) -> int:
+def mark_of(group: Json) -> int:
     return int(group["tokens"][0][0])
 
 
@@ -209,7 +209,7 @@ def native_group(group_id: str, trajectories: int = 2, **changes: Any) -> Group:
 
 def requested(index: int, **changes: Any) -> GroupRequest:
     """What asks for the group "g0", "g1" ... of one of our own environments."""
-    facts: dict[str, Any] = {"group_id": f"g{index}", "env": "math", "split": "train", "seed": 0}
+    facts: Json = {"group_id": f"g{index}", "env": "math", "split": "train", "seed": 0}
     facts["task"] = Task(f"t{index}", {})
     return GroupRequest(index=index, **(facts | changes))
 
@@ -232,12 +232,12 @@ def sequence() -> Sequence:
 class Joined:
     """A session of one that registers and posts what it is told; made by `join`."""
 
-    def __init__(self, api: Api, welcome: dict[str, Any]) -> None:
+    def __init__(self, api: Api, welcome: Json) -> None:
         self.api = api
         self.id, self.seed = welcome["id"], welcome["seed"]
         self.stored = welcome["stored"]
         self.key = {"x-environment-key": welcome["key"]}
-        self.news: dict[str, Any] | None = None
+        self.news: Json | None = None
 
     async def send(self, method: str, path: str, **more: Any) -> httpx.Response:
         headers = self.key | more.pop("headers", {})
@@ -245,7 +245,7 @@ class Joined:
             method, f"/v1/environments/{self.id}{path}", headers=headers, **more
         )
 
-    async def beat(self, **facts: Any) -> dict[str, Any]:
+    async def beat(self, **facts: Any) -> Json:
         """A heartbeat that knows what the one before was told; the news."""
         body = {"capacity": 9, "seen": self.news} | facts
         answer = await self.send("POST", "/heartbeat", json=body)
@@ -286,7 +286,7 @@ async def join(api: Api, name: str = "math@one", place: str = "", **changes: Any
     return Joined(api, answer.json())
 
 
-def registration(name: str = "math@one", **changes: Any) -> dict[str, Any]:
+def registration(name: str = "math@one", **changes: Any) -> Json:
     return {
         "name": name,
         "instance": f"the secret of {name}",

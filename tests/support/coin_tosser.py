@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from envserver_local.tiny.training import make
+from envserver_records.tasks import Json
 
-Spot = tuple[list[dict[str, Any]], str, bool]
+Spot = tuple[list[Json], str, bool]
 """The messages of a question, an answer, and whether it is a likely one."""
 
 
@@ -54,7 +55,7 @@ def guessing() -> Iterator[Spot]:
     rng = random.Random(0)
     for seed in range(40):
         game = Game("GuessTheNumber-v0", options, players=1, seed=seed, whole=False)
-        messages: list[dict[str, Any]] = []
+        messages: list[Json] = []
         guess = 0
         while not game.ended:
             shown = game.turn().text

@@ -15,14 +15,13 @@ import httpx2
 import openai
 import orjson
 from envserver_records.errors import EnvserverError
+from envserver_records.tasks import Json
 from hypothesis import strategies as st
 
 from envserver.proxy.body import read_request
 from envserver.proxy.dialects import DIALECTS
 from envserver.proxy.dialects.base import ModelRequest
 from support.speaking import call
-
-Json = dict[str, Any]
 
 USAGE = {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18}
 HI: Json = {"role": "user", "content": "hi"}

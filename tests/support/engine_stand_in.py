@@ -24,6 +24,7 @@ from typing import Any, Final
 import orjson
 from aiohttp import web
 from envserver_records.errors import EngineRefused
+from envserver_records.tasks import Json
 
 from envserver.models.connections import Decoder
 from envserver.models.engine import EngineRequest, ReplicaHealth
@@ -31,7 +32,6 @@ from envserver.tokens.chat_format import ChatFormat
 from support.beside import in_a_thread
 from support.serving import AiohttpServer, serving_aiohttp
 
-Json = dict[str, Any]
 EOS = 256
 END = "<|im_end|>"
 ASK: Json = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from envserver_records.records import Call
+from envserver_records.records import Call, Json
 
 from envserver import Settings
 from envserver.models.fleet import Fleet
@@ -40,24 +40,24 @@ class FleetHouse:
         self._url = url
         self._http = http
 
-    async def register(self, url: str, status: int = 201, **facts: Any) -> dict[str, Any]:
+    async def register(self, url: str, status: int = 201, **facts: Any) -> Json:
         """Registers an engine; its row, or the problem."""
         answer = await self.api.http.post("/v1/engines", json={"url": url, **facts})
         assert answer.status_code == status, answer.text
-        body: dict[str, Any] = answer.json()
+        body: Json = answer.json()
         return body.get("engine", body)
 
-    async def tell(self, url: str, what: str, **body: Any) -> dict[str, Any]:
+    async def tell(self, url: str, what: str, **body: Any) -> Json:
         """POST /v1/engines/ID/WHAT of the engine at `url`."""
         engine_id = (await self.row(url))["id"]
         answer = await self.api.http.post(f"/v1/engines/{engine_id}/{what}", json=body)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
-    async def rows(self) -> list[dict[str, Any]]:
+    async def rows(self) -> list[Json]:
         return list((await self.api.get("/v1/engines"))["engines"])
 
-    async def row(self, url: str) -> dict[str, Any]:
+    async def row(self, url: str) -> Json:
         return next(row for row in await self.rows() if row["url"] == url)
 
     async def standings(self) -> list[str]:

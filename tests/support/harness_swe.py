@@ -15,13 +15,14 @@ from envserver_environments.scenarios.env import Scenarios
 from envserver_environments.swe.agent import SUBMIT
 from envserver_environments.swe.env import Swe
 from envserver_integrations.harbor.env import Harbor
+from envserver_records.tasks import Json
 
 from envserver import EnvironmentConfig
 
 _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
-def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
+def calls(commands: list[str], config: Any, last: str) -> list[Json]:
     """Returns assistant messages that run commands, one a turn, and then say `last`."""
     name, _, argument = config.shell.partition(":")
     if name == "code":  # smolagents
@@ -32,7 +33,7 @@ def calls(commands: list[str], config: Any, last: str) -> list[dict[str, Any]]:
     ends = config.ends_by_command
     if ends:
         commands = [*commands, f"echo {SUBMIT}"]
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     for command in commands:
         words = {argument: command}
         if name in ("Bash", "bash"):

@@ -3,10 +3,10 @@ them as we do.
 """
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 from envserver_records.errors import TemplateRefused
+from envserver_records.tasks import Json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +54,7 @@ REQUESTS = st.fixed_dictionaries(
 )
 
 
-def our_text(form: ChatFormat, request: dict[str, Any]) -> str | None:
+def our_text(form: ChatFormat, request: Json) -> str | None:
     """Our rendering of a request; None if we leave it to the engine."""
     try:
         return form.prompt_text(request["messages"], request.get("tools"), template_kwargs(request))
@@ -69,7 +69,7 @@ def assert_renders_as_we_do(root_url: str, model: str, model_folder: Path) -> No
 
     @settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
     @given(REQUESTS)
-    def compare(request: dict[str, Any]) -> None:
+    def compare(request: Json) -> None:
         nonlocal equal
         asked = {"model": model, "max_tokens": 1, **request}
         url = f"{root_url}/v1/chat/completions/render"

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 
 from .waiting import PATIENCE
 
@@ -14,14 +14,14 @@ class Socket:
     def __init__(self, connection: aiohttp.ClientWebSocketResponse) -> None:
         self.connection = connection
 
-    async def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
+    async def ask(self, kind: str, data: Any = None) -> Json:
         """The whole answer to a message."""
         await self.connection.send_json({"type": kind, **({} if data is None else {"data": data})})
         answer = await self.connection.receive_json(timeout=PATIENCE)
         assert isinstance(answer, dict)
         return answer
 
-    async def seen(self, kind: str, data: Any = None) -> dict[str, Any]:
+    async def seen(self, kind: str, data: Any = None) -> Json:
         """The data of an answer that is no error."""
         answer = await self.ask(kind, data)
         assert answer["type"] != "error", answer
@@ -45,7 +45,7 @@ async def socket(url: str, name: str, **headers: str) -> AsyncIterator[Socket]:
         yield Socket(connection)
 
 
-def action_of(message: Message) -> dict[str, Any]:
+def action_of(message: Message) -> Json:
     """An assistant's message as an action."""
     calls = [
         {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}

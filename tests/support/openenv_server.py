@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from envserver_records.tasks import Json
 
 from envserver import aio
 from support.serving import serving_aiohttp
 
-Json = dict[str, Any]
 _TEXT = {"properties": {"metadata": {"type": "object"}, "guess": {"type": "string"}}}
 _ACT = {"properties": {"row": {"type": "integer"}, "column": {"type": "integer"}}}
 _ACT |= {"required": ["row", "column"]}
@@ -122,14 +122,14 @@ def _error(code: str, **more: Any) -> str:
     return json.dumps({"type": "error", "data": {"message": "no", "code": code, **more}})
 
 
-def call(name: str, **arguments: Any) -> dict[str, Any]:
+def call(name: str, **arguments: Any) -> Json:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
-def transcript(place: Path, opening: str, *answers: str | dict[str, Any]) -> Path:
+def transcript(place: Path, opening: str, *answers: str | Json) -> Path:
     """A model that says these answers, whatever it is told between them."""
-    messages: list[dict[str, Any]] = [{"role": "user", "content": opening}]
+    messages: list[Json] = [{"role": "user", "content": opening}]
     for answer in answers:
         said = answer if isinstance(answer, dict) else {"role": "assistant", "content": answer}
         messages += [said, {"role": "user", "content": "?"}]

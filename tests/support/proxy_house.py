@@ -11,7 +11,7 @@ import aiohttp
 import numpy as np
 from anthropic import AsyncAnthropic
 from anthropic import DefaultAsyncHttpxClient as AnthropicHttp
-from envserver_records.records import Call, VersionSpan
+from envserver_records.records import Call, Json, VersionSpan
 from openai import AsyncOpenAI
 from openai import DefaultAsyncHttpxClient as OpenAIHttp
 
@@ -108,7 +108,7 @@ class House:
         asking.cancel()
         await self.has_lost(self.gone + 1)
 
-    def spoil(self, change: Callable[[dict[str, Any]], Any]) -> None:
+    def spoil(self, change: Callable[[Json], Any]) -> None:
         """Changes each whole answer of the fake vLLM."""
         answer = self.fake.answer
 

@@ -12,7 +12,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from envserver_clients.training.ranks import Ranks, whole
 from envserver_clients.training.settings import TrainerSettings
 from envserver_records.images import RowImage
 from envserver_records.sampling import SamplingSpan
+from envserver_records.tasks import Json
 from peers.learning.test_images import picture
 
 from .rows_to_learn import group
@@ -169,7 +169,7 @@ def learner(case: Case, model: Path, ranks: Ranks) -> Learner:
     return Learner(policy, rules, ranks)
 
 
-def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[dict[str, Any], Numbers]:
+def stepped(case: Case, model: Path, ranks: Ranks) -> tuple[Json, Numbers]:
     """The gradient of a step, whole, and its numbers."""
     one = learner(case, model, ranks)
     rows = rows_of(case)
@@ -187,7 +187,7 @@ class Run:
     learner: Learner
     checkpoints: Checkpoints
     info: CheckpointInfo
-    weights: dict[str, Any]
+    weights: Json
 
     def keep(self) -> None:
         self.checkpoints.save(self.info, self.learner.state)
@@ -210,7 +210,7 @@ def continued(model: Path, folder: Path, ranks: Ranks, steps: int) -> Run:
     return Run(one, kept, CheckpointInfo(first + steps, first + steps), weights)
 
 
-def trained(model: Path, folder: Path, steps: int) -> dict[str, Any]:
+def trained(model: Path, folder: Path, steps: int) -> Json:
     """The weights after such steps of one process, which are kept in `folder`."""
     run = continued(model, folder, Ranks(), steps)
     run.keep()

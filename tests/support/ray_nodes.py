@@ -6,10 +6,10 @@ import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.records import Batch
+from envserver_records.tasks import Json
 
 from support.commands import Running, environment_variables
 
@@ -37,13 +37,13 @@ class RayNodes:
         """Sends SIGKILL to the processes of a node."""
         self._ask(f"kill {number}")
 
-    def _ask(self, line: str) -> dict[str, Any]:
+    def _ask(self, line: str) -> Json:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
         return self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self) -> Json:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):

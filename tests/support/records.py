@@ -3,7 +3,7 @@
 from typing import Any
 
 import numpy as np
-from envserver_records.records import Score, Sequence, Trajectory, Usage
+from envserver_records.records import Json, Score, Sequence, Trajectory, Usage
 
 
 def sequence(tokens: list[int], mask: list[int], version: int = 3) -> Sequence:
@@ -22,7 +22,7 @@ def sequence(tokens: list[int], mask: list[int], version: int = 3) -> Sequence:
 
 def trajectory(rollout_id: str, *sequences: Sequence, **changes: Any) -> Trajectory:
     """A rollout that left these rows."""
-    facts: dict[str, Any] = {
+    facts: Json = {
         "rollout_id": rollout_id,
         "attempt": 1,
         "task_id": "t",

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_local.simulated.engine import SimEngine
-from envserver_records.records import Group, Sequence
+from envserver_records.records import Group, Json, Sequence
 
 from envserver import SimConfig
 from envserver.models.engine import EngineRequest
@@ -36,14 +36,14 @@ class Engine(SimEngine):
         self.processed, self.context, self.says, self.fails = processed, context, says, fails
         self.in_flight = self.most_in_flight = self.asked = 0
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def get(self, path: str) -> Json:
         answer = await super().get(path)
         answer["data"][0].pop("max_model_len")
         if self.says:
             answer["data"][0]["max_model_len"] = self.context
         return answer
 
-    async def post(self, request: EngineRequest) -> dict[str, Any]:
+    async def post(self, request: EngineRequest) -> Json:
         body = request.body
         assert body.get("temperature", 1.0) <= 2.0  # vLLM takes no higher one
         self.asked += 1

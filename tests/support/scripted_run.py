@@ -7,6 +7,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import pairwise
 from typing import Any
 
+from envserver_records.tasks import Json
+
 from envserver import (
     Caller,
     Environment,
@@ -46,7 +48,7 @@ class ScriptedRun:
         self.left = {agent: deque(messages) for agent, messages in by_agent.items()}
         self.max_turns, self.repeats, self.rooms = max_turns, repeats, rooms
         self.asked: list[tuple[Any, list[Message]]] = []
-        self.fields: dict[Any, dict[str, Any]] = {}
+        self.fields: dict[Any, Json] = {}
         """Of each agent the last request's other fields."""
         self.actions: list[tuple[str, Any, Any]] = []
         self.metrics: dict[str, float] = {}
@@ -68,7 +70,7 @@ class ScriptedRun:
         message = {name: value for name, value in message.items() if name != "finish"}
         return Reply(message["content"], message.get("tool_calls") or [], reason, message)
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: Json) -> Any:
         return await self.services[name](arguments, self.caller)
 
     def open_sandbox(self, spec: SandboxSpec | None = None) -> AbstractAsyncContextManager[Any]:

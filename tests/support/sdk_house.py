@@ -21,7 +21,7 @@ import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from envserver_local.simulated.engine import SimEngine
 from envserver_local.simulated.policy import RolloutSolver
-from envserver_records.records import Call, Message, Sequence
+from envserver_records.records import Call, Json, Message, Sequence
 
 from envserver import OpenAIConfig, Settings, SimConfig, TokensConfig
 from envserver.models.engine import EngineRequest
@@ -51,7 +51,7 @@ class Exchange(msgspec.Struct):
     """One request and its answer, as they stood on the wire."""
 
     path: str
-    request: dict[str, Any]
+    request: Json
     status: int = 0
     content: bytes = b""
 
@@ -283,6 +283,6 @@ def _fields(value: Any) -> set[str]:
     return named.union(*map(_fields, value.values()))
 
 
-def _wants_logprobs(request: dict[str, Any]) -> bool:
+def _wants_logprobs(request: Json) -> bool:
     included = request.get("include") or []
     return request.get("logprobs") not in (None, False) or any("logprobs" in i for i in included)

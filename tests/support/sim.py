@@ -6,6 +6,7 @@ from typing import Any
 from envserver_local.simulated.engine import SimEngine
 from envserver_local.simulated.policy import TextSolver
 from envserver_local.simulated.tokenizer import shared_tokenizer
+from envserver_records.tasks import Json
 
 from envserver import SimConfig
 from envserver.models.engine import EngineRequest
@@ -16,7 +17,7 @@ QUESTION = "A box holds 12 pencils. How many do three boxes hold?"
 EXACT = {"return_token_ids": True, "logprobs": True}
 
 
-def tool(name: str, **properties: Any) -> dict[str, Any]:
+def tool(name: str, **properties: Any) -> Json:
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -27,12 +28,12 @@ TOOLS = [
 ]
 
 
-def call(name: str, arguments: Any) -> dict[str, Any]:
+def call(name: str, arguments: Any) -> Json:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": "call_1", "type": "function", "function": function}
 
 
-def said(content: str | None, *calls: dict[str, Any]) -> dict[str, Any]:
+def said(content: str | None, *calls: Json) -> Json:
     return {"role": "assistant", "content": content, "tool_calls": list(calls)}
 
 
@@ -42,25 +43,23 @@ DEMONSTRATION = [
 ]
 
 
-def engine(turns: list[dict[str, Any]] | None = None, **config: Any) -> SimEngine:
+def engine(turns: list[Json] | None = None, **config: Any) -> SimEngine:
     """An engine without latency that knows one question, if `turns` are given."""
     solver = TextSolver([(QUESTION, turns)]) if turns else None
     return SimEngine(SimConfig(latency_seconds=0, **config), solver)
 
 
-async def post(
-    sim: SimEngine, body: dict[str, Any], *, rollout_id: str = "", path: str = CHAT
-) -> dict[str, Any]:
+async def post(sim: SimEngine, body: Json, *, rollout_id: str = "", path: str = CHAT) -> Json:
     return await sim.post(EngineRequest(path, body, rollout_id, 30))
 
 
-def user(text: str = QUESTION) -> list[dict[str, Any]]:
+def user(text: str = QUESTION) -> list[Json]:
     return [{"role": "user", "content": text}]
 
 
-def ask(text: str = QUESTION, **fields: Any) -> dict[str, Any]:
+def ask(text: str = QUESTION, **fields: Any) -> Json:
     return {"model": "sim", "messages": user(text), **EXACT, **fields}
 
 
-def logprobs_of(choice: dict[str, Any]) -> list[float]:
+def logprobs_of(choice: Json) -> list[float]:
     return [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import Any, Literal
 
 import numpy as np
-from envserver_records.records import Call, Message, VersionSpan
+from envserver_records.records import Call, Json, Message, VersionSpan
 
 from envserver.tokens.chat_format import ChatFormat
 from envserver.tokens.history import History, PromptPlan
@@ -37,7 +37,7 @@ def written(name: str, message: Message, *, indent: int | None = None) -> str:
     return head + content + ("\n" if content and tags else "") + tags
 
 
-def _xml_call(name: str, arguments: dict[str, Any]) -> str:
+def _xml_call(name: str, arguments: Json) -> str:
     values = "".join(
         f"\n<arg_key>{key}</arg_key>\n<arg_value>"
         f"{value if isinstance(value, str) else json.dumps(value)}</arg_value>"
@@ -70,10 +70,10 @@ class Talk:
     def plan(
         self,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
         *,
         agent: str | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Json | None = None,
         model: str = "m",
     ) -> PromptPlan:
         """How a request's prompt would come to be."""
@@ -87,9 +87,9 @@ class Talk:
         answer: Message | str,
         *,
         sampled: str | list[int] | None = None,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
         agent: str | None = None,
-        kwargs: dict[str, Any] | None = None,
+        kwargs: Json | None = None,
         finish: str = "stop",
         stop_reason: int | str | None = None,
         echo: list[int] | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from envserver_records.records import Call, Sequence, VersionSpan
+from envserver_records.records import Call, Json, Sequence, VersionSpan
 
 from envserver import OpenAIConfig, TokensConfig
 from envserver.models.engine import EngineRequest
@@ -88,7 +88,7 @@ class Proof:
         lines = (f"  {name:20}{value}" for name, value in self.facts().items() if value)
         return "\n".join([title, *lines])
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """The same for machines."""
         return {
             name: dict(value) if isinstance(value, Counter) else value
@@ -156,7 +156,7 @@ class Bench:
     async def _render(self, proof: Proof, calls: list[Call]) -> None:
         """Some of our renderings are the engine's own."""
         for call in [call for call in calls if call.planned_parent is not None][::_RENDERED_SHARE]:
-            body: dict[str, Any] = {"model": "tiny", "messages": call.messages}
+            body: Json = {"model": "tiny", "messages": call.messages}
             body |= {"tools": call.tools} if call.tools else {}
             kwargs = _kwargs(call)
             body |= {"chat_template_kwargs": kwargs} if kwargs else {}
@@ -323,8 +323,8 @@ def _check_tail(parent: Call, after: Call, format: ChatFormat) -> None:
     assert added == behind, "what stands behind the answer is not the template's"
 
 
-def _kwargs(call: Call) -> dict[str, Any]:
-    kwargs: dict[str, Any] = call.sampling.get("chat_template_kwargs") or {}
+def _kwargs(call: Call) -> Json:
+    kwargs: Json = call.sampling.get("chat_template_kwargs") or {}
     return kwargs
 
 

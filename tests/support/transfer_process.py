@@ -20,13 +20,14 @@ from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import PromptCheck, Published, Transfer
 from envserver_clients.weights.transfer import Bucket
 from envserver_records import EnvserverError
+from envserver_records.tasks import Json
 from versions_process import Versions
 
 PROMPT = list(range(300, 340))
 ANSWER = list(range(400, 432))
 
 
-def main(folder: Path, settings: dict[str, Any]) -> None:
+def main(folder: Path, settings: Json) -> None:
     torch.set_num_threads(1)
     versions = Versions(folder, lora=False)
     url = settings.pop("server", None)
@@ -42,7 +43,7 @@ def main(folder: Path, settings: dict[str, Any]) -> None:
         sys.stdout.flush()
 
 
-def obey(asked: dict[str, Any], push: Transfer, versions: Versions, tolerance: float) -> Any:
+def obey(asked: Json, push: Transfer, versions: Versions, tolerance: float) -> Any:
     if "restore" in asked:
         return {"restored": push.restore()}
     version = asked["publish"]
@@ -72,7 +73,7 @@ class Halting(list[Bucket]):
             yield bucket
 
 
-def told(published: Published) -> dict[str, Any]:
+def told(published: Published) -> Json:
     return {
         "version": published.version,
         "engines": published.engines,

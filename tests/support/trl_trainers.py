@@ -20,6 +20,7 @@ from envserver_clients.adapters.trl_prompts import task_prompts
 from envserver_clients.adapters.trl_rollouts import EnvserverRollouts, environment_reward
 from envserver_clients.http import SyncEnvClient
 from envserver_clients.weights import LocalFull
+from envserver_records.tasks import Json
 
 ON_A_CPU = {
     "use_cpu": True,
@@ -38,7 +39,7 @@ class Recorded:
         self._rollouts = rollouts
         self._path = path
 
-    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: list[Any], trainer: Any) -> Json:
         columns = self._rollouts(prompts, trainer)
         assert {len(column) for column in columns.values()} == {len(prompts)}
         rows = zip(
@@ -70,7 +71,7 @@ class Recorded:
         return columns
 
 
-def write(path: Path, line: dict[str, Any]) -> None:
+def write(path: Path, line: Json) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -140,7 +141,7 @@ def asynchronous(asked: argparse.Namespace, output: Path, weights: LocalFull) ->
         write(output / "async.jsonl", line)
         return sample
 
-    def write_distance(line: dict[str, Any], sample: Any) -> None:
+    def write_distance(line: Json, sample: Any) -> None:
         """While the trainer has the very weights that sampled it."""
         columns = (sample.input_ids, sample.old_log_probs, sample.completion_mask)
         line["farthest"] = farthest(reference(trainer), *(one.tolist() for one in columns))

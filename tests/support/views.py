@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from envserver_records.records import Group
+from envserver_records.records import Group, Json
 
 from envserver.evaluation.folders import Evaluated, RunFile, groups_path, tasks_path
 from envserver.evaluation.results import TaskFacts
@@ -61,7 +61,7 @@ def write_groups(path: Path, groups: Iterable[Group]) -> Path:
     return path
 
 
-def write_evaluation(folder: Path, lines: list[dict[str, Any]], **facts: Any) -> Path:
+def write_evaluation(folder: Path, lines: list[Json], **facts: Any) -> Path:
     """A folder as `envserver evaluate` leaves it."""
     origins = [one["envserver"] for one in lines]
     evaluated = Evaluated(

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from envserver_records.tasks import Json
 
 from envserver.workers import Assignment
 from support.serving import serving_aiohttp
@@ -22,13 +23,13 @@ class StandIn:
     """Serves attempts that a test opens and keeps what workers post."""
 
     def __init__(self) -> None:
-        self.results: dict[str, dict[str, Any]] = {}
-        self.logs: list[dict[str, Any]] = []
-        self.actions: list[dict[str, Any]] = []
-        self.chats: list[dict[str, Any]] = []
+        self.results: dict[str, Json] = {}
+        self.logs: list[Json] = []
+        self.actions: list[Json] = []
+        self.chats: list[Json] = []
         self.url = ""
         self.runner: web.AppRunner | None = None
-        self._jobs: dict[str, dict[str, Any]] = {}
+        self._jobs: dict[str, Json] = {}
         self._numbers = itertools.count()
 
     def open(
@@ -40,7 +41,7 @@ class StandIn:
         isolation: str = "pooled",
         seconds: float = 600.0,
         rollout_id: str = "",
-        config: dict[str, Any] | None = None,
+        config: Json | None = None,
         **public: Any,
     ) -> Assignment:
         key = f"key-{next(self._numbers)}"
@@ -76,7 +77,7 @@ class StandIn:
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
 
-    def posted(self, assignment: Assignment) -> dict[str, Any]:
+    def posted(self, assignment: Assignment) -> Json:
         return self.results[assignment.url.rpartition("/")[2]]
 
     def has_posted(self, assignment: Assignment) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
@@ -73,7 +73,7 @@ class Order:
         return self.folder / "harness" / name
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         """The settings that decide results."""
         names = ("api", "num_fewshot", "limit", "gen_kwargs", "system_instruction")
         facts = {name: getattr(self.asked, name) for name in names}

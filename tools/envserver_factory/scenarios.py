@@ -7,14 +7,13 @@ retried; if it fails again, it has no trace, and the same command makes it later
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 from envserver_records.errors import ConfigError, ConflictError, RolloutError
-from envserver_records.records import Task
+from envserver_records.records import Json, Task
 
 from envserver.environment import Environment
 from envserver.export.unified import problems_of_trace, write_json
@@ -41,7 +40,7 @@ def whole_trace(path: Path) -> Json | None:
     return document
 
 
-def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -> None:
+def write_index(folder: Path, facts: Json, paths: Iterable[Path]) -> None:
     runs = []
     for path in sorted(paths):
         trace = whole_trace(path)
@@ -51,7 +50,6 @@ def write_index(folder: Path, facts: Mapping[str, Any], paths: Iterable[Path]) -
     write_json(folder / INDEX, {**facts, "runs": runs})
 
 
-Json = dict[str, Any]
 Embed = Callable[[Json], Json]
 
 

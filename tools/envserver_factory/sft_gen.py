@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import orjson
 from envserver_records.errors import ConfigError
-from envserver_records.records import Group, Trajectory
+from envserver_records.records import Group, Json, Trajectory
 from envserver_records.waiting import cancel_and_wait
 
 from envserver.environment import Environment
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 Decode = Callable[[list[int]], str]
 
 
-def rows_of(
-    group: Group, settings: SftSettings, decode: Decode | None, *, pm1: bool
-) -> list[dict[str, Any]]:
+def rows_of(group: Group, settings: SftSettings, decode: Decode | None, *, pm1: bool) -> list[Json]:
     """Returns the rows of `group` that `settings` keep, best first.
 
     With `decode`, a row for each sequence, cut before its first sampled token; else one for each
@@ -62,7 +60,7 @@ def rows_of(
     return rows[: settings.save_top_n_per_group]
 
 
-def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[dict[str, Any]]:
+def _contents(trajectory: Trajectory, decode: Decode | None) -> Iterator[Json]:
     if decode is None:
         if trajectory.messages:
             yield {"messages": trajectory.messages}

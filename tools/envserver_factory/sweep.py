@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from typing import Any
 
 import msgspec
+from envserver_records.tasks import Json
 
 from envserver.evaluation.estimators import Estimate
 from envserver.evaluation.report import Report
@@ -22,14 +22,12 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     alpha: float
     model: str
-    asked: dict[str, Any]
+    asked: Json
     rewards: dict[str, Estimate]
     passed: dict[str, Estimate]
 
     @classmethod
-    def of(
-        cls, alpha: float, model: str, asked: dict[str, Any], reports: Sequence[Report]
-    ) -> Point:
+    def of(cls, alpha: float, model: str, asked: Json, reports: Sequence[Report]) -> Point:
         measured = [
             (report.name or report.env, found)
             for report in reports
@@ -53,9 +51,9 @@ class Sweep(msgspec.Struct, kw_only=True):
     base).
     """
 
-    base: dict[str, Any]
-    tuned: dict[str, Any]
-    start: dict[str, Any]
+    base: Json
+    tuned: Json
+    start: Json
     points: list[Point] = []
     schema_version: int = 1
 

@@ -28,17 +28,17 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.files import replacing, storing
-from envserver_records.records import text_of
+from envserver_records.records import Json, text_of
 
 from envserver.export.stored import group_of
 from envserver.export.stored_sources import opened
@@ -76,9 +76,7 @@ class Document:
         return f"{self.path}, {part}" if part else str(self.path)
 
 
-Json = dict[str, Any]
-
-_VALUES: Final = {
+_VALUES = {
     "C": 1.0,
     "P": 0.5,
     "I": 0.0,
@@ -535,7 +533,7 @@ def _metadata(document: Json, messages: list[Json], actions: list[Json], key: st
     return found | ({"raw": rest} if rest else {})
 
 
-def _is_left(name: str, value: Any, said: Mapping[str, Any]) -> bool:
+def _is_left(name: str, value: Any, said: Json) -> bool:
     return name in (*QUESTION, *FINAL) and json_text(value) not in said.values()
 
 

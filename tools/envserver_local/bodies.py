@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from envserver_records.errors import EngineRefused
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 
 from envserver.models.parsers import FORMATS, Tools, detect_format
 
@@ -25,7 +25,7 @@ from .simulated.requests import (
     Top,
     check_sampling,
 )
-from .simulated.responses import Json, ranked
+from .simulated.responses import ranked
 from .simulated.tokenizer import refusal
 from .text import Row, Text
 
@@ -61,7 +61,7 @@ class LoraBody(msgspec.Struct, kw_only=True):
 
 class RpcBody(msgspec.Struct, kw_only=True):
     method: str
-    kwargs: dict[str, Any] = {}
+    kwargs: Json = {}
 
 
 class VersionBody(msgspec.Struct, kw_only=True):
@@ -69,11 +69,11 @@ class VersionBody(msgspec.Struct, kw_only=True):
 
 
 class JoinBody(msgspec.Struct, kw_only=True):
-    init_info: dict[str, Any]
+    init_info: Json
 
 
 class BucketBody(msgspec.Struct, kw_only=True):
-    update_info: dict[str, Any]
+    update_info: Json
 
 
 class FinishBody(msgspec.Struct, kw_only=True):
@@ -131,7 +131,7 @@ class CallReader:
         """Whether the model may call a tool, in a format that can be parsed."""
         return self.known and bool(body.tools) and body.tool_choice in (None, "auto")
 
-    def read(self, text: str, body: ChatBody) -> tuple[str | None, list[dict[str, Any]]]:
+    def read(self, text: str, body: ChatBody) -> tuple[str | None, list[Json]]:
         """The content and the calls of a text. Malformed calls stay text."""
         if self._format is None:
             return text, []

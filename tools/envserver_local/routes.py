@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from envserver_records.errors import EngineRefused
+from envserver_records.tasks import Json
 
 from . import bodies
 from .bodies import CallReader, GenerateBody
@@ -32,7 +33,6 @@ from .simulated.requests import (
     read,
 )
 from .simulated.responses import (
-    Json,
     chat_facts,
     chat_logprobs,
     chat_starts,

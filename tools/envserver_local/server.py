@@ -27,6 +27,7 @@ from envserver_records.errors import (
     NotFoundError,
     UsageError,
 )
+from envserver_records.tasks import Json
 from envserver_records.waiting import cancel_and_wait
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -61,7 +62,6 @@ from .bodies import (
 from .generation import Generator, Runner
 from .routes import Asking, Chat, Completions, Tokens
 from .simulated.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read
-from .simulated.responses import Json
 from .simulated.server import (
     ProgramsOnly,
     QuietServer,
@@ -449,7 +449,7 @@ def _dtype(options: Options, config: Any, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else getattr(config, "dtype", torch.float32)
 
 
-def _quantized(options: Options, device: torch.device) -> dict[str, Any]:
+def _quantized(options: Options, device: torch.device) -> Json:
     if not options.load_in_4bit:
         return {}
     try:

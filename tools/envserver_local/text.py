@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from envserver_records.errors import EngineRefused
+from envserver_records.tasks import Json
 
 from envserver.tokens.chat_format import ChatTemplate
 from envserver.tokens.prepare import Refused, prepare, prepare_tools, template_kwargs, with_defaults
@@ -58,8 +59,8 @@ class Text:
 
     def prompt_text(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: list[Json],
+        tools: list[Json] | None,
         fields: Mapping[str, Any],
     ) -> str:
         """Renders a conversation with the model's template, prepared as in vLLM."""

@@ -4,7 +4,8 @@ the tools here are described; the visible part of a model's text."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+
+from envserver_records.tasks import Json
 
 from envserver.tools.calling import (
     CUT_MARKER,
@@ -61,11 +62,9 @@ def visible_text(text: str) -> str | None:
     return after if closed else text
 
 
-def described(
-    name: str, text: str, properties: dict[str, Any], required: Iterable[str] = ()
-) -> dict[str, Any]:
+def described(name: str, text: str, properties: Json, required: Iterable[str] = ()) -> Json:
     """A tool in OpenAI's shape; arguments without a name in `properties` are refused."""
-    parameters: dict[str, Any] = {
+    parameters: Json = {
         "type": "object",
         "properties": properties,
         "required": list(required),
@@ -75,7 +74,7 @@ def described(
     return {"type": "function", "function": function}
 
 
-def integer(description: str, minimum: int = 1, maximum: int | None = None) -> dict[str, Any]:
+def integer(description: str, minimum: int = 1, maximum: int | None = None) -> Json:
     """The JSON schema of an argument."""
     most = {} if maximum is None else {"maximum": maximum}
     return {"type": "integer", "minimum": minimum, **most, "description": description}

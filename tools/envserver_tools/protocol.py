@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
+
 from envserver import Message, Reply
 
 from .calling import StrictDecoder, Tool, ToolResult, check_characters, use_tool, visible_text
@@ -69,7 +71,7 @@ class Part:
     type: PartType
     text: str
     tool: str | None = None
-    args: dict[str, Any] | None = None
+    args: Json | None = None
     code: ErrorCode | None = None
 
 
@@ -163,7 +165,7 @@ class ProtocolRun:
     """
 
     messages: list[Message] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Json] = field(default_factory=list)
     answer: str | None = None
     ending: Ending = ""
     tool_errors: int = 0
@@ -304,7 +306,7 @@ def trace(
     seed: int,
     started: float,
     ended: float | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """The trace of `run`.
 
     `scenario`: a short name of the task. `label`: of the prompt. `number`: the run's among those of
@@ -332,7 +334,7 @@ def trace(
     }
 
 
-def trace_path(trace: dict[str, Any], number: int) -> str:
+def trace_path(trace: Json, number: int) -> str:
     """The trace's path below the folder of all traces."""
     return f"{_name(trace['model']['name'])}/{_name(trace['label'])}/run_{number:03d}.json"
 

@@ -29,6 +29,7 @@ import msgspec
 import numpy as np
 import orjson
 from envserver_records.extras import install_command
+from envserver_records.tasks import Json
 from envserver_records.waiting import Backoff
 from numpy.typing import NDArray
 
@@ -94,7 +95,7 @@ class Passage:
         content = f"{self.title}\0{self.text}".encode("utf-8", "surrogatepass")
         return hashlib.blake2b(content, digest_size=5).hexdigest()
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> Json:
         return {"title": self.title, "sentences": list(self.sentences)}
 
     @classmethod
@@ -134,7 +135,7 @@ class Hit:
     passage: Passage
     score: float
 
-    def as_data(self) -> dict[str, Any]:
+    def as_data(self) -> Json:
         return {**self.passage.as_data(), "score": self.score}
 
 

@@ -14,117 +14,26 @@ import zlib
 from collections.abc import Iterable
 from functools import partial
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+from envserver_records.tasks import Json
 
 from envserver import ExecResult, InputError, Sandbox, SandboxLimits
 
+from . import inside
 from .calling import Tool, ToolError, described, integer, toolbox
 
-_PATH = {"type": "string", "minLength": 1, "maxLength": 4096}
-_FILE = {**_PATH, "description": "Path of the file, below /work."}
-_CONTENT = {"type": "string", "maxLength": 1_000_000}
-_CODE = {"type": "string", "minLength": 1, "maxLength": 100_000}
-
-_TOOLS: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "read_file": (
-        "Reads lines of a text file, numbered.",
-        {
-            "path": _FILE,
-            "start": integer("First line; default 1."),
-            "lines": integer("How many lines; default 200.", maximum=2000),
-        },
-        ["path"],
-    ),
-    "write_file": (
-        "Makes a file or replaces all that is in it. Missing directories are made.",
-        {
-            "path": _FILE,
-            "content": {**_CONTENT, "description": "Everything that the file shall hold."},
-        },
-        ["path", "content"],
-    ),
-    "append_file": (
-        "Adds text at the end of a file, which is made if it does not exist.",
-        {
-            "path": _FILE,
-            "content": {**_CONTENT, "description": "The text to add, as it is."},
-        },
-        ["path", "content"],
-    ),
-    "edit": (
-        "Replaces a piece of a file. The piece must occur exactly once in it.",
-        {
-            "path": _FILE,
-            "old": {
-                **_CONTENT,
-                "minLength": 1,
-                "description": "The piece, exactly as it stands there, without line numbers.",
-            },
-            "new": {**_CONTENT, "description": "What shall stand there instead."},
-        },
-        ["path", "old", "new"],
-    ),
-    "list_dir": (
-        "Lists a directory: names, kinds and sizes.",
-        {
-            "path": {**_PATH, "description": "Path of the directory; default /work."},
-            "depth": integer("How many levels; default 1.", maximum=5),
-        },
-        [],
-    ),
-    "grep": (
-        "Finds the lines of text files that a regular expression (of Python) matches.",
-        {
-            "pattern": {"type": "string", "minLength": 1, "maxLength": 1000},
-            "path": {**_PATH, "description": "File or directory to search; default /work."},
-            "glob": {
-                "type": "string",
-                "maxLength": 200,
-                "description": "Only files of such names, as *.py or src/**/*.py; default all.",
-            },
-            "max": integer("Most lines to show; default 100.", maximum=500),
-        },
-        ["pattern"],
-    ),
-    "run_cmd": (
-        "Runs a program in /work, without a shell. Its output is shown, a long one without its "
-        "middle. Nothing that it starts lives on.",
-        {
-            "cmd": {
-                "type": "array",
-                "items": {"type": "string", "maxLength": 100_000},
-                "minItems": 1,
-                "maxItems": 1000,
-                "description": "The program and its arguments.",
-            },
-        },
-        ["cmd"],
-    ),
-    "bash": (
-        "Runs a command line with bash in /work. Its output is shown, a long one without its "
-        "middle. Directory, variables and background programs do not live on.",
-        {"command": {**_CODE, "description": "The command line, or several lines."}},
-        ["command"],
-    ),
-    "python": (
-        "Runs a Python program in /work and shows what it prints. Variables do not live on.",
-        {"code": {**_CODE, "description": "The program."}},
-        ["code"],
-    ),
-    "git_diff": (
-        "Shows all changes of the repository since the start, as a patch.",
-        {},
-        [],
-    ),
-}
-
+_TOOLS: dict[str, Json] = json.loads(
+    Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+)
 NAMES = tuple(_TOOLS)
 _TIMED = ("run_cmd", "bash", "python")
 
 
-def description(name: str, command_seconds: int) -> dict[str, Any]:
+def description(name: str, command_seconds: int) -> Json:
     """The tool `name` in OpenAI's shape; commands may ask for up to `command_seconds`."""
-    text, properties, required = _TOOLS[name]
+    text, properties, required = _TOOLS[name].values()
     if name in _TIMED:
         timeout = f"Seconds until it is killed; default {command_seconds}."
         properties = {**properties, "timeout": integer(timeout, maximum=command_seconds)}
@@ -265,7 +174,7 @@ def _only_seconds(seconds: float) -> SandboxLimits:
     )
 
 
-async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> dict[str, Any]:
+async def _ask(sandbox: Sandbox, tool: str, **arguments: Any) -> Json:
     result = await _run(sandbox, _request(tool, **arguments))
     answer = _decoded(result)
     if answer is None:
@@ -285,7 +194,7 @@ def _request(tool: str, **arguments: Any) -> bytes:
     return zlib.compress(json.dumps({"tool": tool, "arguments": arguments}).encode(), 1)
 
 
-def _decoded(result: ExecResult) -> dict[str, Any] | None:
+def _decoded(result: ExecResult) -> Json | None:
     """None: there is no answer. The model's program may have forged it."""
     if not result.ok:
         return None
@@ -380,3 +289,34 @@ sys.modules["envserver_tools.inside"].main()
 """
 _PROGRAM = _program()
 """Read now: a worker in a sandbox does not see these files."""
+
+
+# File tools of an agent whose own process is in a sandbox already: they work in its current
+# directory by the same code (`inside`), which refuses paths that lead out of it, also by links,
+# writes to links, devices and git's files, and contents over a megabyte.
+
+_IN_A_FOLDER = {
+    "read_file": "read_file",
+    "write_file": "write_file",
+    "append_to_file": "append_file",
+}
+"""A tool's name, and what carries it out."""
+
+
+def folder_tools() -> dict[str, Tool]:
+    """Returns `read_file`, `write_file` and `append_to_file` for the current directory."""
+    return toolbox(*(_folder_tool(*names) for names in _IN_A_FOLDER.items()))
+
+
+def _folder_tool(name: str, implementation: str) -> Tool:
+    described = description(implementation, command_seconds=0)
+    function = {**described["function"], "name": name}
+    run = partial(_run_here, implementation)
+    return Tool({**described, "function": function}, run, inside.MAX_CHARACTERS + 100)
+
+
+def _run_here(implementation: str, **arguments: Any) -> str:
+    answer = inside.answer_to(implementation, arguments)
+    if "error" in answer:
+        raise ToolError(str(answer["error"]))
+    return str(answer["text"])

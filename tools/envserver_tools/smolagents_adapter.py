@@ -7,6 +7,8 @@ import inspect
 import json
 from typing import Any, ClassVar
 
+from envserver_records.tasks import Json
+
 from .calling import Tool, call_tool, run_tool_call, toolbox
 
 
@@ -27,7 +29,7 @@ def as_smolagents(tool: Tool, loop: asyncio.AbstractEventLoop | None = None) -> 
     class Adapted(SmolTool):  # type: ignore[misc]  # a class of a library without types
         name = tool.name
         description = function["description"]
-        inputs: ClassVar[dict[str, Any]] = {
+        inputs: ClassVar[Json] = {
             key: _input(schema, key in parameters["required"])
             for key, schema in parameters["properties"].items()
         }
@@ -42,12 +44,12 @@ def as_smolagents(tool: Tool, loop: asyncio.AbstractEventLoop | None = None) -> 
     return Adapted()
 
 
-def _input(schema: dict[str, Any], required: bool) -> dict[str, Any]:
+def _input(schema: Json, required: bool) -> Json:
     described = {"description": "", **schema}
     return described if required else {**described, "nullable": True}
 
 
-def _run(tool: Tool, arguments: dict[str, Any], loop: asyncio.AbstractEventLoop | None) -> str:
+def _run(tool: Tool, arguments: Json, loop: asyncio.AbstractEventLoop | None) -> str:
     tools = toolbox(tool)
     source = json.dumps(arguments, default=str)
     call = {"function": {"name": tool.name, "arguments": source}}

@@ -34,6 +34,7 @@ from typing import Any, Final, Literal
 
 from envserver_records import InputError, Split, Trajectory
 from envserver_records.http_errors import Urls
+from envserver_records.tasks import Json
 
 from envserver_clients.http import EnvClient
 from envserver_clients.records import opened
@@ -100,7 +101,7 @@ class EnvserverLoop:
         self._tries = tries
         self._timeout_seconds = timeout_seconds
 
-    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
+    async def run(self, sampling_params: Json, **fields: Any) -> Any:
         """Runs the row's task; returns verl's `AgentLoopOutput`, or a list of them.
 
         Raises InputError: the row does not name a task, the prompt is too long for verl's settings,
@@ -141,8 +142,8 @@ def with_token_rewards(output: type[Any]) -> type[Any]:
     class Output(output):  # type: ignore[misc]
         token_rewards: list[float] | None = None
 
-        def as_dict(self) -> dict[str, Any]:
-            fields: dict[str, Any] = super().as_dict()
+        def as_dict(self) -> Json:
+            fields: Json = super().as_dict()
             rewards = fields.pop("token_rewards", None)
             if rewards is not None:
                 fields["rm_scores"] = fields["rm_scores"].new_tensor(rewards)
@@ -158,7 +159,7 @@ def outputs_of(
     prompt_length: int,
     response_length: int,
     agent: str | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Returns the fields of an `AgentLoopOutput` for each row.
 
     A prompt longer than `prompt_length` is an error, because cutting it would change what the model
@@ -179,7 +180,7 @@ def outputs_of(
     return [_output(trajectory, one, response_length) for one in taken]
 
 
-def _output(trajectory: Trajectory, row: Completion, length: int) -> dict[str, Any]:
+def _output(trajectory: Trajectory, row: Completion, length: int) -> Json:
     length, images = _within(row, length)
     mask = loss_mask(trajectory, row)
     reward, usage = row.share * reward_of(trajectory, row.agent), trajectory.usage

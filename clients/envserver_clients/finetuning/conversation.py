@@ -18,6 +18,7 @@ from typing import Any, Final
 from envserver_records import ConfigError, InputError
 from envserver_records.extras import CLIENTS, install_command
 from envserver_records.files import sha256_of
+from envserver_records.tasks import Json
 
 Row = dict[str, Any]
 
@@ -138,7 +139,7 @@ def digest_of(paths: Sequence[Path]) -> str:
 
 
 Message = dict[str, Any]
-Tools = list[dict[str, Any]]
+Tools = list[Json]
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -280,7 +281,7 @@ def _message(value: Any, place: str) -> Message:
     return message
 
 
-def _with_object(call: Any, place: str) -> dict[str, Any]:
+def _with_object(call: Any, place: str) -> Json:
     try:
         function = call["function"]
         arguments = function["arguments"]
@@ -363,7 +364,7 @@ def _call(value: Any) -> Call | None:
     return Call(value["name"], arguments)
 
 
-def _function(tool: Any) -> dict[str, Any] | None:
+def _function(tool: Any) -> Json | None:
     function = tool.get("function", tool) if isinstance(tool, dict) else None
     return function if isinstance(function, dict) and "name" in function else None
 

@@ -22,6 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from envserver_records import ConfigError, ConflictError, InputError
 from envserver_records.files import replace_file
+from envserver_records.tasks import Json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import (
@@ -253,7 +254,7 @@ class Training(Generic[S]):
         trainer = self._trained(tokenizer, train, validation, heldout)
         self._finish(trainer, tokenizer, facts, counts)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Json:
         settings = self._settings
         chosen = settings.model_dump(mode="json", exclude=set(_NOT_OF_THE_RESULT))
         chosen["learning_rate"] = settings.rate
@@ -267,7 +268,7 @@ class Training(Generic[S]):
             "data": digest_of(paths),
         }
 
-    def _is_done(self, facts: dict[str, Any]) -> bool:
+    def _is_done(self, facts: Json) -> bool:
         """Whether the folder contains the result; empties it with --overwrite."""
         names = {path.name for path in self._output.iterdir()} if self._output.exists() else set()
         if names <= {_WORK} and not (self._work / _STARTED).exists():
@@ -295,7 +296,7 @@ class Training(Generic[S]):
         shutil.rmtree(self._output)
         return False
 
-    def _defaults(self) -> dict[str, Any]:
+    def _defaults(self) -> Json:
         kinds = type(self._settings).model_fields
         return {name: kinds[name].default for name in _NEWER if name in kinds}
 
@@ -340,9 +341,7 @@ class Training(Generic[S]):
             reporting.close()
         return trainer
 
-    def _finish(
-        self, trainer: Any, tokenizer: Any, facts: dict[str, Any], counts: ExampleCounts
-    ) -> None:
+    def _finish(self, trainer: Any, tokenizer: Any, facts: Json, counts: ExampleCounts) -> None:
         made = self._work / "made"
         shutil.rmtree(made, ignore_errors=True)
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -400,7 +399,7 @@ def _is_time(name: str) -> bool:
     return name == "seconds" or name.endswith(("_runtime", "_per_second"))
 
 
-def _differences(earlier: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def _differences(earlier: Json, now: Json) -> list[str]:
     names = [name for name in now if name != "settings" and earlier.get(name) != now[name]]
     before, after = earlier.get("settings", {}), now["settings"]
     return names + [name for name in after if before.get(name) != after[name]]
@@ -449,5 +448,5 @@ def _on_whole_base(base: str, adapter: Path) -> Any:
     return PeftModel.from_pretrained(whole, adapter)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write(path: Path, value: Json) -> None:
     replace_file(path, json.dumps(value, indent=1) + "\n", sync=False)

@@ -17,7 +17,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from envserver_records import ConfigError, ConflictError, EnvserverError, InputError
 from envserver_records.extras import CLIENTS, install_command
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from envserver_records.tasks import Json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from rich.console import Console
 
 from envserver_clients.training.settings import end_at_sigterm, from_flags
@@ -51,9 +61,9 @@ class FinetuneSettings(BaseModel):
 
     lora: bool = False
     """Train a LoRA instead of all weights."""
-    lora_rank: int = Field(default=16, ge=1)
+    lora_rank: PositiveInt = 16
     """Rank of the LoRA."""
-    lora_alpha: int = Field(default=32, ge=1)
+    lora_alpha: PositiveInt = 32
     """The LoRA's scale times its rank."""
     lora_dropout: float = Field(default=0.05, ge=0, lt=1)
     """Dropout of the LoRA's inputs."""
@@ -65,23 +75,23 @@ class FinetuneSettings(BaseModel):
     merged: bool = False
     """With --lora: also save the whole model with the LoRA merged into it, below `output`."""
 
-    learning_rate: float | None = Field(default=None, gt=0)
+    learning_rate: PositiveFloat | None = None
     """AdamW's learning rate after the warm-up. Default: see configs/trl_defaults.yaml."""
     schedule: Literal["linear", "cosine", "constant_with_warmup"] = "cosine"
     """How the learning rate falls after the warm-up."""
     warmup: float = Field(default=0.03, ge=0, lt=1)
     """Fraction of the steps over which the learning rate rises."""
-    epochs: float = Field(default=1.0, gt=0)
+    epochs: PositiveFloat = 1.0
     """Passes over the rows."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """Optimizer steps, instead of `epochs`."""
-    batch_size: int = Field(default=4, ge=1)
+    batch_size: PositiveInt = 4
     """Rows (for DPO pairs) per forward pass."""
-    accumulate: int = Field(default=4, ge=1)
+    accumulate: PositiveInt = 4
     """Batches per optimizer step."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
-    most_gradient: float = Field(default=1.0, gt=0)
+    most_gradient: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
     max_length: int = Field(default=2048, ge=8)
     """Maximum tokens of a row, including the prompt."""
@@ -97,14 +107,14 @@ class FinetuneSettings(BaseModel):
     """Compute activations twice instead of storing them."""
     device: Literal["auto", "cpu"] = "auto"
     """cpu: do not use GPUs."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: PositiveInt | None = None
     """CPU threads of torch. Default: torch's own."""
 
-    checkpoint_every: int = Field(default=50, ge=1)
+    checkpoint_every: PositiveInt = 50
     """Steps between checkpoints."""
-    log_every: int = Field(default=1, ge=1)
+    log_every: PositiveInt = 1
     """Steps between lines of metrics."""
-    validate_every: int | None = Field(default=None, ge=1)
+    validate_every: PositiveInt | None = None
     """Steps between validations. Default: only at the end."""
     keep_checkpoints: bool = False
     """Keep the checkpoints below `output` after the training."""
@@ -132,7 +142,7 @@ class SftSettings(FinetuneSettings):
     packing: bool = False
     """Put short rows together into rows of up to `max_length` tokens, which do not see each other.
     `batch_size` then counts these."""
-    check_calls: int = Field(default=32, ge=0)
+    check_calls: NonNegativeInt = 32
     """Maximum number of held-out tool calls that the model writes before and after the training, to
     count valid ones."""
     prompts: Literal["auto", "chat", "plain", "recorded"] = "auto"
@@ -151,7 +161,7 @@ class DpoSettings(FinetuneSettings):
     """Trains with TRL's DPOTrainer on pairs of `envserver export --to dpo`: prompt, chosen,
     rejected. Only what the assistant wrote counts."""
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: PositiveFloat = 0.1
     """A higher value keeps the model closer to its initial weights."""
     loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
     """Loss function; sigmoid is the original DPO."""
@@ -166,7 +176,7 @@ class DpoSettings(FinetuneSettings):
 def read_settings(
     kind: type[S], section: Literal["sft", "dpo"], arguments: Sequence[str] | None
 ) -> S:
-    def chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    def chosen(file: Json, given: Json) -> Json:
         return _chosen(file, section, given.get("preset"))
 
     return from_flags(
@@ -174,7 +184,7 @@ def read_settings(
     )
 
 
-def _chosen(file: dict[str, Any], section: str, preset: str | None) -> dict[str, Any]:
+def _chosen(file: Json, section: str, preset: str | None) -> Json:
     unknown = sorted(set(file) - {"defaults", "sft", "dpo", "presets"})
     if unknown:
         raise ConfigError(

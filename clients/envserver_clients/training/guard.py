@@ -6,8 +6,10 @@ A batch is acknowledged before it ends a run, so no batch can stop a trainer for
 from __future__ import annotations
 
 import logging
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from envserver_records import EnvserverError
@@ -35,77 +37,7 @@ class MismatchError(NothingLearned):
     kind = "mismatch"
 
 
-_REASONS: Final = {
-    "mismatch": (
-        "The engine's logprobs differ from the trainer's by {mismatch_mean:.2f} nats per token on "
-        "average (at most {most:g} is allowed).",
-        "Compare the model, its revision and its dtype on both sides; `envserver verify` shows "
-        "where they differ. Where mismatch_fresh is below 1, the policy may have moved too far: "
-        "lower the learning rate or --max-staleness. Nothing was learned from these batches.",
-    ),
-    "gradient": (
-        "The gradient is not finite.",
-        "Lower the learning rate, or compute in float32; go back to an earlier checkpoint.",
-    ),
-    "no_logprobs": (
-        "Rows have no logprobs, which the importance weights need.",
-        "Use an engine that returns token logprobs (envserver models probe URL).",
-    ),
-    "bad_logprobs": (
-        "Rows have logprobs that are not finite or below -1000: no token is sampled with these.",
-        "See what the engine returns; vLLM writes -9999 for minus infinity.",
-    ),
-    "bad_tokens": (
-        "Rows have token ids that the model does not know.",
-        "The engine serves another model than the trainer's.",
-    ),
-    "altered": (
-        "Rows were sampled with top_p, top_k, min_p or a penalty: the trainer does not know what "
-        "was cut off, so its ratios are wrong.",
-        "Sample with --sampling.top_p 1 and without other samplers; the temperature is free.",
-    ),
-    "greedy": (
-        "Rows were sampled at temperature 0, from no distribution.",
-        "Set --sampling.temperature to 1.",
-    ),
-    "raw": (
-        "The engine's logprobs are from before the temperature, and an older policy sampled with "
-        "them: the ratio to it cannot be computed.",
-        "Start the engine with --logprobs-mode processed_logprobs, or set --sampling.temperature "
-        "to 1.",
-    ),
-    "newer": (
-        "Groups were sampled by a later policy version than the trainer's own.",
-        "Another trainer published to this engine or server. Start the engine with this trainer's "
-        "weights.",
-    ),
-    "no_experts": (
-        "Rows lack the routed experts that --replay-experts needs.",
-        "Let the server record them: --tokens.experts true.",
-    ),
-    "images": ("Rows have images, and this model sees none.", "Train a model with vision."),
-    "bad_images": (
-        "The model's processor makes other tokens of the images than the engine did.",
-        "Use the same model and revision on both sides.",
-    ),
-    "equal": (
-        "All rewards of each group are equal (mean {reward_mean:.2f}).",
-        "Choose tasks that the model sometimes solves, or train it on solutions first.",
-    ),
-    "dropped": (
-        "The server dropped every group ({reasons}).",
-        "zero_variance: choose tasks that the model sometimes solves. Otherwise see the server's "
-        "log and GET /v1/failures.",
-    ),
-    "cut_off": (
-        "All rows that could teach were cut off, or none of their tokens are trained.",
-        "Raise --env.max_completion_tokens of the server, or set --learn-truncated.",
-    ),
-    "stale": (
-        "All groups are too old for this trainer.",
-        "Raise --max-staleness, or lower --rollouts.max_concurrent of the server.",
-    ),
-}
+_REASONS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _WASTE: Final = ("equal", "dropped", "cut_off", "stale")
 """Reasons of batches that are right, but teach nothing; a few of them are usual."""
 
@@ -166,7 +98,7 @@ class Guard:
                     line["learning_rate"],
                 )
             return
-        what, hint = _REASONS[reason]
+        what, hint = _REASONS[reason].values()
         message = what.format_map({**line, "most": self._rules.most_mismatch})
         log.warning("%slearned nothing: %s", f"step {step} " if step else "", message)
         is_waste = reason in _WASTE

@@ -19,6 +19,7 @@ from envserver_records import EnvserverError
 from envserver_records.files import replace_file, replacing
 from envserver_records.http_errors import authorization
 from envserver_records.servers import ServersClient
+from envserver_records.tasks import Json
 from envserver_records.tracking import Tracker, numbers
 from rich.console import Console
 
@@ -140,7 +141,7 @@ def _cell(value: float | None, form: str) -> str:
 
 
 class Tracked:
-    def __init__(self, tracker: Tracker, settings: dict[str, Any]) -> None:
+    def __init__(self, tracker: Tracker, settings: Json) -> None:
         self._tracker = tracker
         tracker.config(settings)
 
@@ -173,18 +174,18 @@ def write_held_out(server: str, path: Path) -> None:
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines), sync=False)
 
 
-def _wait(client: httpx.Client, until: float) -> list[dict[str, Any]]:
+def _wait(client: httpx.Client, until: float) -> list[Json]:
     while True:
         answer = client.get("/v1/evaluations").raise_for_status().json()
         if not answer["running"]:
-            found: list[dict[str, Any]] = answer["evaluations"]
+            found: list[Json] = answer["evaluations"]
             return found
         if time.monotonic() > until:
             raise EnvserverError("The evaluation of held-out questions did not end.")
         time.sleep(_TICK_SECONDS)
 
 
-def _line(evaluation: dict[str, Any]) -> Line:
+def _line(evaluation: Json) -> Line:
     """`other_versions` counts rollouts of other weights."""
     rewards = [
         value for name, value in evaluation["results"].items() if name.endswith("/mean_reward")

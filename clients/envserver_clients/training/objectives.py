@@ -12,8 +12,10 @@ advantage, |y| the trained tokens of a trajectory, sg: no gradient.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from envserver_records import ConfigError
@@ -21,102 +23,17 @@ from envserver_records import ConfigError
 Preset = dict[str, Any]
 """Values by the names of the trainer's settings."""
 
-_GROUP: Final[Preset] = {"baseline": "group", "advantage": "std", "whiten": False}
-_CLIP: Final[Preset] = {"surrogate": "clip", "ratio_level": "token", "dual_clip": None}
-_GRPO: Final[Preset] = {**_GROUP, **_CLIP, "clip_low": 0.2, "clip_high": 0.2}
-_DR_GRPO: Final[Preset] = {**_GRPO, "advantage": "mean", "denominator": "constant"}
-_REINFORCE_PP: Final[Preset] = {
-    **_GRPO,
-    "baseline": "none",
-    "advantage": "mean",
-    "whiten": True,
-    "denominator": "token",
-}
-_BY_TOKEN: Final[Preset] = {"decoupled": True, "correction_level": "token"}
-_TIS: Final[Preset] = {**_BY_TOKEN, "correction": "truncate", "most_correction": 2.0}
-_ICEPOP: Final[Preset] = {
-    **_BY_TOKEN,
-    "correction": "mask",
-    "least_correction": 0.5,
-    "most_correction": 5.0,
-}
 
-OBJECTIVES: Final[dict[str, Preset]] = {
-    # GRPO (DeepSeekMath, arXiv 2402.03300, equation 3).
-    # -mean over trajectories of 1/|y| sum min(r A, clip(r, 1-.2, 1+.2) A), A = (R - mean) / std.
-    "grpo": {**_GRPO, "denominator": "trajectory"},
-    # Dr. GRPO (arXiv 2503.20783, section 3.2).
-    # -mean over trajectories of 1/constant sum min(r A, clip(r) A), A = R - mean.
-    "dr_grpo": _DR_GRPO,
-    # DAPO (arXiv 2503.14476, equation 8): a higher upper bound, and equal weight per token.
-    # -1/tokens sum min(r A, clip(r, 1-.2, 1+.28) A) over groups whose rewards differ. The server
-    # makes more of these groups (dynamic sampling). Trajectories that were cut off are left out;
-    # `overlong_tokens` turns on the soft penalty of equation 13.
-    "dapo": {
-        **_GRPO,
-        "clip_high": 0.28,
-        "denominator": "token",
-        "skip_equal": True,
-        "learn_truncated": False,
-    },
-    # GSPO (arXiv 2507.18071, equations 5 to 7).
-    # -mean over trajectories of min(s A, clip(s, 1-3e-4, 1+4e-4) A), s = exp(mean of log r).
-    "gspo": {
-        **_GRPO,
-        "ratio_level": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "denominator": "trajectory",
-    },
-    # CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5).
-    # -1/tokens sum sg(min(r, 5)) A logprob: no token loses its gradient. There is no lower bound.
-    "cispo": {
-        **_GRPO,
-        "surrogate": "cispo",
-        "clip_low": 1.0,
-        "clip_high": 4.0,
-        "denominator": "token",
-    },
-    # RLOO (arXiv 2402.14740, as TRL and verl cite it), with PPO's bounds.
-    # A = R - mean of the other trajectories of the group; -mean over trajectories of sum min(..) /
-    # a constant, as in the paper up to that constant.
-    "rloo": {**_DR_GRPO, "baseline": "leave_one_out"},
-    # REINFORCE++ (arXiv 2501.03262).
-    # A = (R - mean) / std, both over the tokens of the batch, not the group;
-    # -1/tokens sum min(r A, clip(r) A). The paper subtracts the KL divergence from the reward of
-    # each token; here `kl_weight` adds it to the loss.
-    "reinforce_pp": _REINFORCE_PP,
-    # REINFORCE++-baseline (arXiv 2501.03262).
-    # A = (R - mean of the group), whitened over the batch; the KL divergence, if any, as k2.
-    "reinforce_pp_baseline": {**_REINFORCE_PP, "baseline": "group", "kl_form": "k2"},
-    # GDPO (arXiv 2601.05242), for several named rewards (`reward_weights`).
-    # A = sum of weight (R_k - mean_k) / std_k over the rewards k, whitened over the batch: over its
-    # tokens, as the authors' verl code does (TRL: over its rows).
-    "gdpo": {**_GRPO, "whiten": True, "denominator": "trajectory"},
-    # Dual-clip PPO (arXiv 1912.09729); two-sided GRPO (INTELLECT-2, 2505.07291).
-    # Where A < 0: max(min(r A, clip(r) A), 3 A), so a bad token weighs at most three times.
-    "dual_clip": {"dual_clip": 3.0},
-    # Truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
-    # Each token's loss, bounded relative to the policy before the step, times min(w, 2).
-    "tis": _TIS,
-    # IcePop (Ring-1T, arXiv 2510.18855).
-    # Each token's loss times w, and 0 where w is outside [.5, 5].
-    "icepop": _ICEPOP,
-    # Truncated importance sampling of whole rows (https://richardli.xyz/rl-collapse).
-    # Each row's loss times min(product of w over its tokens, 2).
-    "sequence_tis": {**_TIS, "correction_level": "sequence"},
-    # Masked importance sampling of whole rows (https://richardli.xyz/rl-collapse).
-    # Each row's loss times the product of w over its tokens, and 0 where that is above 3.
-    "sequence_mis": {
-        **_ICEPOP,
-        "correction_level": "sequence",
-        "least_correction": 0.0,
-        "most_correction": 3.0,
-    },
-    # Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
-    # A row is left out where A < 0 and the mean of (engine's logprob - logprob) is above .5.
-    "opsm": {"off_policy_bound": 0.5},
-}
+def _presets() -> dict[str, Preset]:
+    presets: dict[str, Preset] = {}
+    table = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    for name, own in tomllib.loads(table).items():
+        known = presets.get(own.pop("like", ""), {})
+        presets[name] = {**known, **dict.fromkeys(own.pop("unset", ())), **own}
+    return presets
+
+
+OBJECTIVES: Final[dict[str, Preset]] = _presets()
 
 
 def preset(names: str) -> Preset:

@@ -21,6 +21,10 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     ValidationError,
     model_validator,
 )
@@ -74,28 +78,28 @@ class TrainerSettings(BaseModel):
     token: str = ""
     """Access token of the server. Default: the variable ENVSERVER_TOKEN."""
 
-    steps: int | None = Field(default=None, ge=1)
+    steps: PositiveInt | None = None
     """Number of batches to learn from, including those before a restart. Default: no limit."""
-    minutes: float | None = Field(default=None, gt=0)
+    minutes: PositiveFloat | None = None
     """Stop after this time, counted from this start."""
     until_reward: float | None = None
     """Stop when the mean reward of the last `window` steps is at least this."""
-    window: int = Field(default=10, ge=1)
+    window: PositiveInt = 10
     """Number of steps for the mean reward of `until_reward` and the console."""
-    idle_minutes: float = Field(default=10.0, gt=0)
+    idle_minutes: PositiveFloat = 10.0
     """Stop with an error after this time without a batch."""
     seed: int = 0
     """Seed of LoRA's initial weights and of shuffled rewards."""
 
-    groups: int = Field(default=8, ge=1)
+    groups: PositiveInt = 8
     """Groups per batch, which is one optimizer step."""
     dynamic_sampling: bool = False
     """Learn from batches that are full of groups that teach: those whose rewards are all equal are
     set aside, and others take their places (DAPO). The server does the same for all its trainers by
     --env.ensure_scores_are_not_same."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: PositiveInt = 8
     """Trajectories per group; only used by the Atropos wire."""
-    max_tokens: int = Field(default=8192, ge=1)
+    max_tokens: PositiveInt = 8192
     """Maximum tokens of a row; only used by the Atropos wire."""
     max_staleness: int | None = Field(default=4, ge=0)
     """Groups with a token that is more versions behind are left out and counted."""
@@ -119,16 +123,16 @@ class TrainerSettings(BaseModel):
     reward_weights: Annotated[dict[str, float], BeforeValidator(_weights)] = {}
     """Weights of named rewards, such as correct=1,format=0.5: each is compared in the group by
     itself (GDPO). Default: the reward as it is."""
-    overlong_tokens: int | None = Field(default=None, ge=1)
+    overlong_tokens: PositiveInt | None = None
     """Longest wanted answer, in trained tokens: the last `overlong_buffer` of them lower the reward
     by up to `overlong_penalty` (DAPO). Default: no such penalty."""
-    overlong_buffer: int = Field(default=4096, ge=1)
+    overlong_buffer: PositiveInt = 4096
     """Number of tokens over which that penalty rises."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
+    overlong_penalty: NonNegativeFloat = 1.0
     """Largest such penalty."""
     denominator: Denominator = "trajectory"
     """Equal weight per trajectory (GRPO) or token (DAPO), or a constant (Dr. GRPO)."""
-    constant_tokens: int = Field(default=512, ge=1)
+    constant_tokens: PositiveInt = 512
     """Tokens per trajectory for the constant denominator."""
     skip_equal: bool = False
     """Leave groups whose rewards are all equal out of the denominators, too (DAPO)."""
@@ -138,7 +142,7 @@ class TrainerSettings(BaseModel):
     """Importance ratios of single tokens, or of whole rows (sequence, GSPO)."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
     """Maximum decrease of an importance ratio below 1."""
-    clip_high: float = Field(default=0.28, ge=0)
+    clip_high: NonNegativeFloat = 0.28
     """Maximum increase of it above 1."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Maximum ratio of a token whose advantage is negative (dual-clip PPO: 3). Default: none."""
@@ -150,28 +154,28 @@ class TrainerSettings(BaseModel):
     IcePop), weigh at most `most_correction` (truncate), or weigh what they weigh (none)."""
     correction_level: Level = "token"
     """Weights of single tokens, or of whole rows (sequence)."""
-    least_correction: float = Field(default=0.5, ge=0)
+    least_correction: NonNegativeFloat = 0.5
     """With `mask`: minimum of that weight."""
-    most_correction: float | None = Field(default=None, gt=0)
+    most_correction: PositiveFloat | None = None
     """Maximum of that weight. Default: 5 (mask) or 2 (truncate)."""
-    off_policy_bound: float | None = Field(default=None, gt=0)
+    off_policy_bound: PositiveFloat | None = None
     """Leave out rows with a negative advantage whose tokens became less likely by more nats on
     average since they were sampled (DeepSeek-V3.2). Default: no such bound."""
-    kl_weight: float = Field(default=0.0, ge=0)
+    kl_weight: NonNegativeFloat = 0.0
     """Weight of the distance to the initial model; 0: keep no reference."""
     kl_form: KlForm = "k3"
     """Estimate of that distance: k1, k2, k3, k3 times the importance ratio (k3_ratio, TRL's), or k3
     with the gradient of k2 (k3+, verl's)."""
-    entropy_weight: float = Field(default=0.0, ge=0)
+    entropy_weight: NonNegativeFloat = 0.0
     """Weight of the entropy of each token's distribution, which is rewarded; 0: only measured."""
     # Trust in the engine's logprobs.
-    warn_mismatch: float = Field(default=0.1, gt=0)
+    warn_mismatch: PositiveFloat = 0.1
     """Warn if the logprobs of engine and trainer differ by more nats per token on average."""
-    most_mismatch: float = Field(default=0.5, gt=0)
+    most_mismatch: PositiveFloat = 0.5
     """Do not learn from a batch if they differ by more than this."""
-    patience: int = Field(default=3, ge=1)
+    patience: PositiveInt = 3
     """Stop with an error after so many batches in a row whose data are refused."""
-    waste_patience: int = Field(default=12, ge=1)
+    waste_patience: PositiveInt = 12
     """Stop with an error after so many batches in a row that teach nothing: all rewards of each
     group are equal, all rows are cut off or stale, or the server dropped that many groups."""
     learn_truncated: bool = False
@@ -179,32 +183,32 @@ class TrainerSettings(BaseModel):
     shuffle_rewards: bool = False
     """Shuffle the rewards within each group: a control run, which must not learn."""
 
-    learning_rate: float = Field(default=1e-5, gt=0)
+    learning_rate: PositiveFloat = 1e-5
     """AdamW's learning rate after the warm-up."""
-    warmup_steps: int = Field(default=5, ge=0)
+    warmup_steps: NonNegativeInt = 5
     """Updates over which the learning rate rises."""
     schedule: Schedule = "constant"
     """The learning rate after that: constant, or falling (linear, cosine)."""
-    schedule_steps: int | None = Field(default=None, ge=1)
+    schedule_steps: PositiveInt | None = None
     """Updates until it has fallen to `least_rate`. Default: those of `steps`."""
-    least_rate: float = Field(default=0.0, ge=0)
+    least_rate: NonNegativeFloat = 0.0
     """The learning rate at the end of the schedule."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's weight decay."""
-    most_gradient: float = Field(default=1.0, gt=0)
+    most_gradient: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are clipped."""
-    updates: int = Field(default=1, ge=1)
+    updates: PositiveInt = 1
     """Optimizer updates per batch."""
-    micro_batch_tokens: int = Field(default=16384, ge=1)
+    micro_batch_tokens: PositiveInt = 16384
     """Tokens per forward pass and rank, including padding; gradients of a batch are added up."""
     packed: bool = False
     """Compute several short rows in one line, which is as long as the longest row: less padding."""
     reduce_each: bool = False
     """With several ranks, add up their gradients after each forward pass, not once per update: no
     rank holds a whole gradient, and more is sent."""
-    lora_rank: int = Field(default=0, ge=0)
+    lora_rank: NonNegativeInt = 0
     """Rank of a LoRA to train instead of all weights; 0: train all weights."""
-    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_alpha: PositiveFloat | None = None
     """The LoRA's product is multiplied by this divided by its rank. Default: twice the rank."""
     lora_targets: str = "all-linear"
     """Names of the linear layers with a LoRA, such as q_proj,v_proj; all-linear: all but the
@@ -218,14 +222,14 @@ class TrainerSettings(BaseModel):
     (`--tokens.experts`); for mixture-of-experts models."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
-    threads: int | None = Field(default=None, ge=1)
+    threads: PositiveInt | None = None
     """CPU threads of torch. Default: torch's own."""
 
-    checkpoint_every: int = Field(default=1, ge=1)
+    checkpoint_every: PositiveInt = 1
     """Steps between checkpoints. After a restart later steps are repeated."""
-    keep_checkpoints: int = Field(default=3, ge=1)
+    keep_checkpoints: PositiveInt = 3
     """Number of last checkpoints to keep."""
-    publish_every: int = Field(default=1, ge=1)
+    publish_every: PositiveInt = 1
     """Steps between transfers of weights to the engine."""
     # Weights to the engines
     weights: Literal["files", "gloo", "nccl"] = "files"
@@ -237,7 +241,7 @@ class TrainerSettings(BaseModel):
     in_flight: Literal["drain", "keep", "abort"] = "keep"
     """What happens to running model calls while weights change: they end first (drain), continue
     with the new weights (keep; each token has its version), or are repeated (abort)."""
-    check_tolerance: float | None = Field(default=None, gt=0)
+    check_tolerance: PositiveFloat | None = None
     """Maximum difference of a logprob between engine and trainer after a transfer. Default: 0.02,
     with bfloat16 0.2."""
     tensorboard: bool = False

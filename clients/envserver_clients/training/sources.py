@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import numpy as np
 from envserver_records import ConfigError, EngineError, EnvserverError, InputError, NotFoundError
+from envserver_records.tasks import Json
 
 from envserver_clients.adapters.atropos import AtroposTrainerClient
 from envserver_clients.http import Retries, SyncEnvClient
@@ -218,8 +219,8 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     """The source of `settings`, and the client that publishes versions (None: the Atropos wire has
     none).
     """
-    common: dict[str, Any] = {"token": settings.token or None, "retries": _PATIENT}
-    rules: dict[str, Any] = {"groups": settings.groups, "guard": settings.guard()}
+    common: Json = {"token": settings.token or None, "retries": _PATIENT}
+    rules: Json = {"groups": settings.groups, "guard": settings.guard()}
     rules["idle_seconds"] = settings.idle_minutes * 60
     if settings.wire == "atropos":
         stock = AtroposTrainerClient(

@@ -35,8 +35,9 @@ from envserver_records import (
 from envserver_records.extras import CLIENTS, install_command
 from envserver_records.files import replacing_path
 from envserver_records.servers import ServersClient
+from envserver_records.tasks import Json
 from envserver_records.waiting import Backoff
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from envserver_clients.finetuning.conversation import Conversation, read_row, rows_of
 
@@ -129,7 +130,7 @@ class TuningJobs:
     def __exit__(self, *error: object) -> None:
         self._client.close()
 
-    def create(self, body: Mapping[str, Any]) -> Job:
+    def create(self, body: Json) -> Job:
         """Launches a job, or returns the one with the same run label."""
         run, path = body["labels"][RUN], f"{self._parent}/tuningJobs"
         return self._patiently(
@@ -306,7 +307,7 @@ class VertexSettings(BaseModel):
     """A Gemini model (gemini-2.5-flash), or an open one (publisher/model@version)."""
     custom_base: str = ""
     """gs:// folder with initial weights for an open model. Default: its own weights."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: PositiveInt | None = None
     """Approximate maximum tokens of an example. Default: 131072 (Gemini), 8192 (open models)."""
     tool: str = ""
     """Use only this tool's rows in a folder of `envserver sft build`."""
@@ -321,9 +322,9 @@ class VertexSettings(BaseModel):
 
     adapter_size: int = 16
     """Rank of the adapter: 1, 2, 4, 8, 16 or 32."""
-    epochs: int = Field(default=3, ge=1)
+    epochs: PositiveInt = 3
     """Passes over the data."""
-    learning_rate_multiplier: float | None = Field(default=None, gt=0)
+    learning_rate_multiplier: PositiveFloat | None = None
     """Factor of the service's learning rate. Default: 1."""
     tuning_mode: Literal["adapter", "full"] = "adapter"
     """What to train of an open model: a LoRA adapter, or all weights."""
@@ -336,9 +337,9 @@ class VertexSettings(BaseModel):
     """Stop after this step; the same command without it continues."""
     dry_run: bool = False
     """Prepare the data and print the requests; sends nothing and needs no credentials."""
-    poll_seconds: float = Field(default=30.0, gt=0)
+    poll_seconds: PositiveFloat = 30.0
     """Seconds between two looks at the job."""
-    patience_minutes: float = Field(default=60.0, gt=0)
+    patience_minutes: PositiveFloat = 60.0
     """Stop watching after this time without an answer; the job continues."""
     endpoint: str = ""
     """Address of the API. Default: https://LOCATION-aiplatform.googleapis.com."""
@@ -451,7 +452,7 @@ def prepare(
     return Prepared(files["train"], files["validation"] if counts.validation else None, counts)
 
 
-def line_of(row: dict[str, Any], place: str, form: Form, most_tokens: int) -> dict[str, Any] | str:
+def line_of(row: Json, place: str, form: Form, most_tokens: int) -> Json | str:
     """A row in the service's form, or the reason to leave it out."""
     conversation = read_row(row, place)
     assert isinstance(conversation, Conversation)
@@ -478,7 +479,7 @@ def _add(turns: list[tuple[str, str]], role: str, text: str) -> None:
         turns.append((role, text))
 
 
-def _formed(turns: list[tuple[str, str]], form: Form) -> dict[str, Any] | str:
+def _formed(turns: list[tuple[str, str]], form: Form) -> Json | str:
     system = turns.pop(0)[1] if turns and turns[0][0] == "system" else ""
     if not turns or turns[0][0] != "user" or turns[-1][0] != "assistant":
         return "does not begin with a user and end with the model"
@@ -489,7 +490,7 @@ def _formed(turns: list[tuple[str, str]], form: Form) -> dict[str, Any] | str:
     if form == "messages":
         said = [("system", system), *turns] if system else turns
         return {"messages": [{"role": role, "content": text} for role, text in said]}
-    line: dict[str, Any] = {}
+    line: Json = {}
     if system:
         line["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
     names = {"user": "user", "assistant": "model"}

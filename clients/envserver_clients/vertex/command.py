@@ -26,6 +26,7 @@ from envserver_records import (
     NotFoundError,
 )
 from envserver_records.files import replace_file, sha256_of
+from envserver_records.tasks import Json
 from rich.console import Console
 
 from envserver_clients.finetuning.conversation import digest_of, parts_of
@@ -57,14 +58,14 @@ class TuningState:
     """
 
     run_id: str
-    settings: dict[str, Any]
+    settings: Json
     files: dict[str, str] = field(default_factory=dict)
-    counts: dict[str, Any] = field(default_factory=dict)
+    counts: Json = field(default_factory=dict)
     uploaded: dict[str, str] = field(default_factory=dict)
     job: str = ""
 
 
-def open_state(folder: Path, settings: dict[str, Any]) -> TuningState:
+def open_state(folder: Path, settings: Json) -> TuningState:
     path = folder / _NAME
     if not path.is_file():
         return TuningState(uuid.uuid4().hex[:16], settings)
@@ -150,18 +151,18 @@ def tune(settings: VertexSettings, console: Console) -> None:
     _finish(settings, state, job, console)
 
 
-def body_of(settings: VertexSettings, state: TuningState) -> dict[str, Any]:
+def body_of(settings: VertexSettings, state: TuningState) -> Json:
     """The request body of tuningJobs.create."""
     urls = _urls(settings, state)
-    hyper: dict[str, Any] = {"epochCount": settings.epochs}
+    hyper: Json = {"epochCount": settings.epochs}
     if settings.tuning_mode == "adapter":
         hyper["adapterSize"] = f"ADAPTER_SIZE_{ADAPTER_SIZES[settings.adapter_size]}"
     if settings.learning_rate_multiplier is not None:
         hyper["learningRateMultiplier"] = settings.learning_rate_multiplier
-    spec: dict[str, Any] = {"trainingDatasetUri": urls["train"], "hyperParameters": hyper}
+    spec: Json = {"trainingDatasetUri": urls["train"], "hyperParameters": hyper}
     if "validation" in urls:
         spec["validationDatasetUri"] = urls["validation"]
-    body: dict[str, Any] = {
+    body: Json = {
         "baseModel": settings.base_model,
         "supervisedTuningSpec": spec,
         "tunedModelDisplayName": settings.display_name,
@@ -256,7 +257,7 @@ def _finish(settings: VertexSettings, state: TuningState, job: Job, console: Con
 def _print_requests(settings: VertexSettings, state: TuningState) -> None:
     base = f"{settings.address.rstrip('/')}/{settings.version}"
     parent = _parent(settings)
-    requests: list[dict[str, Any]] = [
+    requests: list[Json] = [
         {
             "upload": f"{name}.jsonl",
             "to": url,
@@ -280,9 +281,7 @@ def _print_requests(settings: VertexSettings, state: TuningState) -> None:
     sys.stdout.write(json.dumps(requests, indent=2, ensure_ascii=False) + "\n")
 
 
-def _lasting(
-    settings: VertexSettings, train: Sequence[Path], validation: Sequence[Path]
-) -> dict[str, Any]:
+def _lasting(settings: VertexSettings, train: Sequence[Path], validation: Sequence[Path]) -> Json:
     said = settings.model_dump(mode="json", exclude=set(_ABOUT_RUNNING) | {"output"})
     return {**said, "rows": digest_of([*train, *validation])}
 

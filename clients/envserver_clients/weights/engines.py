@@ -24,6 +24,7 @@ from envserver_records import (
     InputError,
 )
 from envserver_records.servers import ServersClient
+from envserver_records.tasks import Json
 
 #     EnvserverError
 #     ├── EngineError              an engine failed; detail: engines (which ones), phase
@@ -121,7 +122,6 @@ def matched(
     return difference
 
 
-Json = dict[str, Any]
 T = TypeVar("T")
 _RESET_PAUSE_SECONDS: Final = 0.2
 _IN_USE = re.compile(r"^vllm:lora_requests_info\{(?P<labels>[^}]*)\} (?P<at>\S+)$", re.MULTILINE)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from envserver_records import EngineError, EngineUnavailable, InputError
+from envserver_records.tasks import Json
 
 from .engines import (
     CHANGING,
@@ -69,7 +70,7 @@ class Bucket:
     sha256: str
 
     @property
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Json:
         """By which an engine unpacks it."""
         return {"names": self.names, "dtype_names": self.dtype_names, "shapes": self.shapes}
 
@@ -214,7 +215,7 @@ class _Nccl:
             stream.synchronize()
 
 
-def _both(engine: EngineControl, about: dict[str, Any], join: Any) -> Any:
+def _both(engine: EngineControl, about: Json, join: Any) -> Any:
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(engine.init_weight_transfer, about)
         # The engine's refusal comes at once, and the group's constructor would wait for it in vain.
@@ -491,7 +492,7 @@ class Transfer(PushBase):
                     partial(self._server.resume_engine, row["id"], version),
                 )
 
-    def _rows(self, url: str) -> list[dict[str, Any]]:
+    def _rows(self, url: str) -> list[Json]:
         if self._server is None:
             return []
         rows = self._server.engines()

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import MAX_RESULT_CHARACTERS, visible_text
 from envserver_tools.sandboxed import sandbox_tools
 from msgspec import Meta
@@ -27,9 +28,7 @@ PYTHON_SECONDS = 6
 Code = Annotated[str, Meta(max_length=MAX_CODE_CHARACTERS)]
 
 
-async def solve(
-    task: PublicTask, run: Rollout, mode: Mode, show_tests: ShowTests
-) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, mode: Mode, show_tests: ShowTests) -> Json:
     messages: list[Message] = [
         {"role": "system", "content": system_prompt(mode)},
         {"role": "user", "content": question(task.public, mode, show_tests)},
@@ -72,7 +71,7 @@ class Workbench:
         return "Submitted."
 
 
-async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -> dict[str, Any]:
+async def _with_tools(messages: list[Message], run: Rollout, bench: Workbench) -> Json:
     end = await run.loop(
         messages,
         tools=bench.tools,

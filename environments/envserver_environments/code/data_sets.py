@@ -20,17 +20,17 @@ from typing import Any
 from envserver_environments.rows import (
     DataSets,
     Division,
-    Hub,
     Row,
     decoded,
     last_message,
     missing,
+    published,
     roles_of,
-    table_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
-from envserver import InputError, Split
+from envserver import InputError
 
 from .expressions import FUNCTIONS
 from .extraction import defined_names, extract_code, parsed
@@ -364,31 +364,7 @@ def _unpacked(text: str) -> str:
     return str(texts[0])
 
 
-ROLES = table_of(
-    instruction=(
-        "instruction, question_content, problem_description, question, description, problem, "
-        "text, problem_statement, extra_info.question, instruct_prompt, prompt, query, input, "
-        "messages"
-    ),
-    entry_point=", ".join((*NAMES, "test_info.function_name")),
-    tests=(
-        "test, testcase, official_tests, input_output, tests, test_cases, testcases, "
-        "verification_info.test_cases, verification_info.ground_truth, private_test_cases, "
-        "private_tests, unit_tests, hidden_unit_tests, test_list, reward_model.ground_truth, "
-        "ground_truth, extra_info.ground_truth"
-    ),
-    more_tests="generated_tests",
-    public_tests="public_test_cases, public_tests, examples",
-    starter="starter_code",
-    code=(
-        "code, solution, canonical_solution, gold_standard_solution, solutions, completion, "
-        "reference_solution, extra_info.solution, output, response"
-    ),
-    input_format="input_format, input_spec",
-    output_format="output_format, output_spec",
-    time_limit="time_limit, time_limit_seconds",
-    checker="generated_checker, checker, interaction_format, input_file, output_file",
-)
+ROLES, HUBS = published(__file__)
 IMPORTS = """\
 from typing import *
 from collections import *
@@ -445,7 +421,7 @@ def read_problem(
     )
 
 
-def _instruction(found: Mapping[str, Any]) -> str:
+def _instruction(found: Json) -> str:
     text = last_message(found.get("instruction"))
     if not isinstance(text, str):
         return ""
@@ -455,7 +431,7 @@ def _instruction(found: Mapping[str, Any]) -> str:
     return text
 
 
-def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[RowTests]]:
+def _tests(row: Row, found: Json) -> tuple[list[RowTests], list[RowTests]]:
     if "checker" in found or row.get("input_mode") == "file":
         raise InputError("Its outputs need a checker, or files, of their own.")
     given = [found[role] for role in ("tests", "more_tests") if role in found]
@@ -472,7 +448,7 @@ def _tests(row: Row, found: Mapping[str, Any]) -> tuple[list[RowTests], list[Row
     return [], [read_tests(row)]
 
 
-def _entry_point(found: Mapping[str, Any], tests: list[RowTests], starter: str, code: str) -> str:
+def _entry_point(found: Json, tests: list[RowTests], starter: str, code: str) -> str:
     name = found.get("entry_point") or next((one.name for one in tests if one.name), "")
     if isinstance(name, str) and name:
         return name.strip().rpartition(".")[2]
@@ -547,17 +523,5 @@ def normalised(instruction: str) -> str:
 
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 
-_FROM_TRAIN: dict[Split, str] = {"train": "train", "validation": "train", "test": "train"}
 
-HUBS: dict[str, Hub] = {
-    "opc": Hub("OpenCoder-LLM/opc-sft-stage2", _FROM_TRAIN, ("educational_instruct",)),
-    "mbpp": Hub(
-        "google-research-datasets/mbpp",
-        {"train": "train", "validation": "validation", "test": "test"},
-        ("full",),
-    ),
-    "mbpp_plus": Hub("evalplus/mbppplus", {"test": "test"}),
-    "humaneval": Hub("openai/openai_humaneval", {"test": "test"}),
-    "humaneval_plus": Hub("evalplus/humanevalplus", {"test": "test"}),
-}
 DATA = DataSets(SAMPLE, HUBS, {"opc": Division()})

@@ -8,7 +8,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from envserver_environments.rows import (
     DataEnvironment,
@@ -19,6 +19,7 @@ from envserver_environments.rows import (
     made,
     name_of,
 )
+from envserver_records.tasks import Json
 from pydantic import Field, field_validator
 
 from envserver import (
@@ -114,11 +115,11 @@ class Code(DataEnvironment):
         if self.tests_left_out:
             _logger.warning("%s: %d tests left out", self._name, self.tests_left_out)
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         return await solve(task, run, self.config.mode, self.config.show_tests)
 
     def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
-        async def program(workspace: Sandbox, words: str) -> dict[str, Any]:
+        async def program(workspace: Sandbox, words: str) -> Json:
             try:
                 code = await workspace.read(SOLUTION, 4 * MAX_CODE_CHARACTERS)
             except InputError:
@@ -138,7 +139,7 @@ class Code(DataEnvironment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_results(task, partial_credit=self.config.partial_credit)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         return _task(id_of(row), read_problem(row, columns=self.config.columns))
 
     def task_from_question(self, asked: Question) -> Task:

@@ -17,6 +17,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 from envserver_environments.answers import last_reply
+from envserver_records.tasks import Json
 
 from envserver import Result, Sandbox, Sandboxes, Score, Task
 
@@ -192,7 +193,7 @@ def all_tests(task: Task) -> list[Any]:
     return [*task.public["tests"], *task.hidden["tests"]]
 
 
-def _program(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) -> Program:
+def _program(public: Json, code: str, tests: Sequence[HoistedTest]) -> Program:
     return Program(
         code,
         str(public["entry_point"]),
@@ -202,7 +203,7 @@ def _program(public: dict[str, Any], code: str, tests: Sequence[HoistedTest]) ->
 
 
 async def judged(
-    public: dict[str, Any],
+    public: Json,
     code: str,
     sources: Sequence[Any],
     opened: Callable[[], AbstractAsyncContextManager[Sandbox]],

@@ -13,13 +13,21 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from envserver_environments.rows import DataEnvironment, RowsConfig, id_of
+from envserver_records.tasks import Json
 from envserver_tools.documents import document_tools, preload
-from envserver_tools.folder import folder_tools
+from envserver_tools.sandboxed import folder_tools
 from envserver_tools.web import WebSettings, remote_tools, services_of
-from pydantic import Field, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from envserver import (
     ConfigError,
@@ -90,9 +98,9 @@ class Gaia(DataEnvironment):
         prompts: Prompts = "own"
         """Prompts of the agents code and tools. own: short ones; smolagents: the templates of the
         installed smolagents, for the system prompt and for plans."""
-        max_steps: int = Field(default=12, ge=1)
+        max_steps: PositiveInt = 12
         """Maximum number of agent steps; planning steps are not counted."""
-        planning_interval: int | None = Field(default=None, ge=1)
+        planning_interval: PositiveInt | None = None
         """Plan before the first step and then every N steps; unset: never."""
         extra_imports: list[str] = []
         """Modules imported before the first step."""
@@ -124,20 +132,20 @@ class Gaia(DataEnvironment):
         contaminated: Contaminated = "drop"
         """Rollouts that saw a leaked answer anyway. drop: leave them out of training; otherwise
         reward 0, or score them like all others."""
-        agent_seconds: float | None = Field(default=None, gt=0)
+        agent_seconds: PositiveFloat | None = None
         """Seconds until an agent stops; unset: shortly before worker_timeout."""
-        step_seconds: float = Field(default=60.0, gt=0)
+        step_seconds: PositiveFloat = 60.0
         """Maximum seconds for the code of one step."""
         verbosity: int = Field(default=-1, ge=-1, le=2)
         """Level of smolagents' log on stderr: -1 nothing, 0 errors, 1 steps, 2 all."""
         unfinished: Unfinished = "score"
         """Rollouts without an answer: score them 0, or leave them out of training."""
         rubric: Weights = Weights()
-        max_turns: int = Field(default=0, ge=0)
+        max_turns: NonNegativeInt = 0
         """Maximum model calls per rollout; 0: as many as steps and plans need."""
-        max_completion_tokens: int = Field(default=16384, ge=1)
+        max_completion_tokens: PositiveInt = 16384
         """Maximum tokens sampled per rollout, over all calls."""
-        max_token_length: int = Field(default=32768, ge=1)
+        max_token_length: PositiveInt = 32768
         """Maximum training sequence length in tokens; groups with a longer one are dropped."""
 
         @field_validator("levels", mode="before")
@@ -178,7 +186,7 @@ class Gaia(DataEnvironment):
         read = ((place, self._read(item)) for place, item in self._items(split))
         return self.rows.usable("gaia", read)
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         config, folder = self.config, Path.cwd()
         names = await asyncio.to_thread(_write_files, task.public["files"], folder)
         rules = AgentOptions(
@@ -199,7 +207,7 @@ class Gaia(DataEnvironment):
         return await solve(shown, run, rules, tools)
 
     def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
-        async def answer(workspace: Sandbox, words: str) -> dict[str, Any]:
+        async def answer(workspace: Sandbox, words: str) -> Json:
             return {"answer": words or None, "state": "answered", "steps": []}
 
         files = {file["name"]: base64.b64decode(file["data"]) for file in task.public["files"]}
@@ -237,7 +245,7 @@ class Gaia(DataEnvironment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_results(task, self.config)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         plain = {**row, "file_name": "", "task_id": id_of(row)}
         item = read_row({"Question": "?", **plain}, OWN, OWN, self.config.columns)
         return _task(item, 0)

@@ -16,8 +16,8 @@ from envserver_environments.rows import (
     last_message,
     made,
     missing,
+    published,
     roles_of,
-    table_of,
     text_of,
     value_at,
 )
@@ -32,15 +32,7 @@ YEAR = "2023"
 LEVELS = (1, 2, 3)
 _BY_LEVEL = "metadata.level[123].parquet"
 
-ROLES = table_of(
-    question="Question, question, problem, prompt, Prompt, query, task",
-    answer="Final answer, final_answer, true_answer, ground_truth, answer, Answer, golden_answers",
-    level="Level, level",
-    task_id="task_id, id, _id, qid, question_id",
-    file="file_name",
-    path="file_path",
-    solution="Solution",
-)
+ROLES, _ = published(__file__)
 
 
 _UNCLEAR: dict[type, str] = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from envserver_tools.web import LEAK_SEEN
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from envserver import Message, Result, Score, Task
 
@@ -162,19 +162,19 @@ class Weights(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    steps: float = Field(default=0.05, ge=0)
+    steps: NonNegativeFloat = 0.05
     """Penalty for a correct answer that used all model calls."""
-    tokens: float = Field(default=0.05, ge=0)
+    tokens: NonNegativeFloat = 0.05
     """Penalty for a correct answer that used all tokens."""
-    format: float = Field(default=0.05, ge=0)
+    format: NonNegativeFloat = 0.05
     """Penalty if no step could be parsed (unusable messages, invalid tool calls)."""
-    errors: float = Field(default=0.05, ge=0)
+    errors: NonNegativeFloat = 0.05
     """Penalty if every step ended in a code or tool error."""
-    ungrounded: float = Field(default=0.0, ge=0)
+    ungrounded: NonNegativeFloat = 0.0
     """Penalty for a correct answer that appeared in no observation."""
     free_share: float = Field(default=0.25, ge=0, lt=1)
     """Share of calls and tokens without a penalty."""
-    free_errors: int = Field(default=2, ge=0)
+    free_errors: NonNegativeInt = 2
     """Number of code and tool errors without a penalty."""
 
     @model_validator(mode="after")

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
+from envserver_records.tasks import Json
+
 from envserver import (
     AgentRole,
     Caller,
@@ -62,7 +64,7 @@ class Kuhn(Environment):
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         return nullcontext(Services({"play": play}, state=lambda task: Table(task.hidden["cards"])))
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         moves: list[tuple[str, str, str | None]] = []
         seen = await run.call_tool("play", {})
         while seen["to_move"] is not None:
@@ -111,7 +113,7 @@ class Table:
         self.cards = cards
         self.history = ""
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self) -> Json:
         """Returns what the player to move sees; of a game that has ended, no card."""
         if self.history in ENDED:
             return {"to_move": None, "card": None, "history": self.history}
@@ -119,7 +121,7 @@ class Table:
         return {"to_move": PLAYERS[player], "card": self.cards[player], "history": self.history}
 
 
-async def play(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+async def play(arguments: Json, caller: Caller) -> Json:
     """Does the `action` of the player to move, if one is given; returns what is seen then."""
     table: Table = caller.state
     if (action := arguments.get("action")) is not None:
@@ -129,7 +131,7 @@ async def play(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
     return table.seen()
 
 
-def question(seen: Mapping[str, Any]) -> list[Message]:
+def question(seen: Json) -> list[Message]:
     names = {action[0]: action for action in ACTIONS}
     done = " ".join(names[letter] for letter in seen["history"]) or "none"
     text = f"Kuhn poker. Your card: {seen['card']}. Actions so far: {done}. pass or bet?"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calculator import CALCULATE, calculate
 from envserver_tools.calling import (
     Tool,
@@ -35,9 +36,7 @@ def finish(answer: Annotated[str, Meta(max_length=500)]) -> str:
 TOOLS = toolbox(Tool(CALCULATE, calculate), finish)
 
 
-async def solve(
-    task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None
-) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, mode: Mode, prompt: str | None = None) -> Json:
     """Runs one attempt; `prompt` replaces the mode's system prompt, "": none."""
     system = system_prompt(mode) if prompt is None else prompt
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -52,12 +51,12 @@ async def solve(
             return {"answer": None, "text": reply.content}
 
 
-async def _with_tools(messages: list[Message], run: Rollout) -> dict[str, Any]:
+async def _with_tools(messages: list[Message], run: Rollout) -> Json:
     end = await run.loop(messages, tools=TOOLS, final="finish", max_tool_errors=MAX_TOOL_ERRORS)
     return {"answer": end.result, "text": end.last_text}
 
 
-async def _with_commands(messages: list[Message], run: Rollout) -> dict[str, Any]:
+async def _with_commands(messages: list[Message], run: Rollout) -> Json:
     text, errors = "", 0
     for _ in range(run.max_turns):
         reply = await run.chat(messages)

@@ -21,16 +21,16 @@ from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
     DataSets,
     FirstOption,
-    Hub,
     Row,
     by_label,
     decoded,
     last_message,
     missing,
+    published,
     roles_of,
-    table_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
 from envserver import InputError
 
@@ -41,41 +41,7 @@ from .units import measure
 Kind = Literal["number", "expression", "letter"]
 
 MAX_ANSWER_CHARACTERS = 300
-ROLES = table_of(
-    question=(
-        "extra_info.question, question.stem, question, Question, problem, Problem, query, "
-        "input, prompt, instruction, problem_statement, question_text, question_stem, "
-        "problem_text, original_text, messages, conversations, 0.value"
-    ),
-    setting="Body, body, context, passage",
-    answer=(
-        "reward_model.ground_truth.target, reward_model.ground_truth, ground_truth, "
-        "ground_truth_answer, reference_answer, gt, expected_answer, final_answer, "
-        "verification_info.ground_truth, extra_info.ground_truth, 1.ground_truth.value, gold, "
-        "golden, gold_answer, golden_answer, correct_answer, Correct Answer, best_answer, "
-        "answer_number, answer.value, answer, Answer, final_ans, answerKey, target, "
-        "correct_option, result, extra_info.answer, output_answer, answer_value, ans, "
-        "metadata.expected_answer"
-    ),
-    choice="correct, label, answer_index, answer_idx, answer_letter, cop",
-    solution=(
-        "solution, Solution, generated_solution, gold_standard_solution, ground_truth_solution, "
-        "rationale, gt_cot, "
-        "output, response"
-    ),
-    options=(
-        "options.text, options.value, options.content, options.option_text, options, "
-        "choices.text, choices.content, choices.value, choices, question.choices.text, "
-        "answer_option_list.content, candidates, mc1_targets.choices"
-    ),
-    wrong="incorrect_answers, wrong_answers, distractors",
-    labels=(
-        "choices.label, choices.id, choices.key, question.choices.label, options.key, "
-        "options.label, options.id, options.option_label, answer_option_list.aoVal, "
-        "mc1_targets.labels, options.is_correct, options.correct"
-    ),
-    expression="expression, Equation, equation, formula",
-)
+ROLES, HUBS = published(__file__)
 """Fields that certainly hold the gold come before `answer`, which may be a model's. A `choice` is
 the answer only of a question with options; in other rows it may be a mark."""
 _LETTERS = string.ascii_uppercase
@@ -181,7 +147,7 @@ def why_unusable(problem: Problem) -> str | None:
     return None
 
 
-def _question(row: Row, found: Mapping[str, Any]) -> str:
+def _question(row: Row, found: Json) -> str:
     question = _BEFORE_THE_QUESTION.sub("", _text(last_message(found.get("question"))))
     start = max(0, len(question) - _LONGEST_INSTRUCTION)
     question = f"{question[:start]}{_ABOUT_THE_ANSWER.sub('', question[start:])}".strip()
@@ -199,7 +165,7 @@ def _question(row: Row, found: Mapping[str, Any]) -> str:
     )
 
 
-def _gold(row: Row, found: Mapping[str, Any]) -> tuple[str, Kind]:
+def _gold(row: Row, found: Json) -> tuple[str, Kind]:
     value = found.get("answer")
     held = decoded(_LONE_BACKSLASH.sub(r"\\\\", value) if isinstance(value, str) else value)
     kind = str(row.get("answer_type", row.get("Answer_type")))  # TheoremQA: list of integer
@@ -292,7 +258,7 @@ def _plain(text: str) -> str:
     return f"{number:.0f}" if whole else f"{number.normalize():f}"
 
 
-def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
+def _expression(row: Row, found: Json) -> str | None:
     """Arithmetic that gives the answer: a set's own, or in GSM8K the last `<<48/2=24>>`."""
     marks = re.findall(r"<<([^=<>]+)=[^<>]*>>", _text(found.get("answer")))
     text = str(marks[-1]) if marks else _text(found.get("expression")).partition("=")[0].strip()
@@ -301,7 +267,7 @@ def _expression(row: Row, found: Mapping[str, Any]) -> str | None:
     )
 
 
-def _options(row: Row, found: dict[str, Any]) -> list[str]:
+def _options(row: Row, found: Json) -> list[str]:
     value: Any = by_label(found.get("options"))
     if isinstance(value, str):
         value = _SPLIT.split(value)
@@ -325,7 +291,7 @@ def _options(row: Row, found: dict[str, Any]) -> list[str]:
     return texts if len(texts) > 1 else []
 
 
-def _with_wrong(row: Row, found: dict[str, Any]) -> list[str]:
+def _with_wrong(row: Row, found: Json) -> list[str]:
     """The right option among the wrong ones, of sets that have them apart, in an order that only
     their texts decide; the answer becomes its letter."""
     wrong, right = decoded(found.get("wrong")), _text(found.get("answer"))
@@ -366,7 +332,7 @@ def _name(label: re.Match[str]) -> str:
     return (label[1] or label[2]).upper()
 
 
-def _choice(found: Mapping[str, Any], options: list[str], first: FirstOption) -> tuple[str, Kind]:
+def _choice(found: Json, options: list[str], first: FirstOption) -> tuple[str, Kind]:
     answer = found.get("answer", last_boxed(_text(_one(found.get("solution")))))
     letter = _letter(answer, options, first)
     values, labels = decoded(found.get("options")), found.get("labels")
@@ -413,41 +379,5 @@ def _letter(value: Any, options: list[str], first: FirstOption) -> str:
 
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 
-_MATH_CONFIGS = (
-    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory",
-    "prealgebra", "precalculus",
-)  # fmt: skip
-_MATHQA_ZIP = "zip://{split}.json::https://math-qa.github.io/math-QA/data/MathQA.zip"
 
-HUBS: dict[str, Hub] = {
-    "gsm8k": Hub("openai/gsm8k", {"train": "train", "test": "test"}, ("main",)),
-    "math": Hub(
-        "EleutherAI/hendrycks_math", {"train": "train", "test": "test"}, configs=_MATH_CONFIGS
-    ),
-    "math500": Hub("HuggingFaceH4/MATH-500", {"test": "test"}),
-    "svamp": Hub("ChilleD/SVAMP", {"train": "train", "test": "test"}),
-    "mawps": Hub(
-        "MU-NLPC/Calc-mawps", {"train": "train", "validation": "validation", "test": "test"}
-    ),
-    # The hub's own copy is a loading script, which `datasets` no longer runs.
-    "mathqa": Hub(
-        "json",
-        {"train": "train", "validation": "validation", "test": "test"},
-        arguments={
-            "data_files": {
-                "train": _MATHQA_ZIP.format(split="train"),
-                "validation": _MATHQA_ZIP.format(split="dev"),
-                "test": _MATHQA_ZIP.format(split="test"),
-            }
-        },
-    ),
-    "aqua": Hub(
-        "deepmind/aqua_rat",
-        {"train": "train", "validation": "validation", "test": "test"},
-        ("raw",),
-    ),
-    "aime": Hub("HuggingFaceH4/aime_2024", {"test": "train"}),
-    "deepmath": Hub("zwhe99/DeepMath-103K", {"train": "train"}),
-    "mathx": Hub("XenArcAI/MathX-5M", {"train": "train"}, streaming=True),
-}
 DATA = DataSets(SAMPLE, HUBS)

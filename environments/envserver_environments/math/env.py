@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from envserver_environments.answers import last_boxed
 from envserver_environments.rows import (
@@ -22,8 +22,9 @@ from envserver_environments.rows import (
     mixed,
     name_of,
 )
+from envserver_records.tasks import Json
 from envserver_tools.calling import visible_text
-from pydantic import Field
+from pydantic import PositiveInt
 
 from envserver import (
     Environment,
@@ -77,7 +78,7 @@ class Math(DataEnvironment):
         """Accept plain expressions, as math-verify does by default."""
         system_prompt: str | None = None
         """Replaces the mode's system prompt; "": no system prompt."""
-        max_operand: int = Field(default=9, ge=1)
+        max_operand: PositiveInt = 9
         """Largest number in the questions of the data set `arithmetic`."""
         procedural: Annotated[list[str], SEVERAL] = list(procedural.ALLOWED)
         """Generators of the data set `procedural`."""
@@ -90,7 +91,7 @@ class Math(DataEnvironment):
         streams = [self._tasks_of(name, split) for name in listed(self.config.data_set)]
         return mixed(streams, f"mix-{self.config.seed}-{split}")
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         return await solve(task, run, self.config.mode, self.config.system_prompt)
 
     def harness_task(self, task: PublicTask, run: Rollout) -> HarnessTask:
@@ -131,7 +132,7 @@ class Math(DataEnvironment):
     def _literal(self) -> bool | None:
         return None if self.config.literal == "auto" else bool(self.config.literal)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         if procedural.is_entry(row):
             return _generated_task(id_of(row), *procedural.entry_from_row(row))
         first = self.config.first_option or 0
@@ -206,7 +207,7 @@ def _task(task_id: str, problem: Problem) -> Task:
     )
 
 
-def _generated_task(task_id: str, generator: str, entry: dict[str, Any]) -> Task:
+def _generated_task(task_id: str, generator: str, entry: Json) -> Task:
     return Task(
         task_id,
         {"question": entry["question"], "options": [], "data_set": "procedural"},

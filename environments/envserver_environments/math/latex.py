@@ -7,7 +7,9 @@ numbers out of `\text{12}`, `12 \times 10^{6}` for `12\text{ million}`, units as
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import lru_cache
+from pathlib import Path
 
 from .units import measure
 
@@ -62,16 +64,10 @@ _PRICE = re.compile(
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _DIGITS = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
-_UNICODE = str.maketrans({
-    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ",
-    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "∪": "\\cup ", "∈": "\\in ", "°": "^\\circ ",
-    "θ": "\\theta ", "±": "\\pm ", "≈": "\\approx ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}",
-    "′": "'", "″": "''", '"': "''", "\u00a0": "\\,", "\u2009": "\\,", "\u202f": "\\,",
-    "⟨": "(", "⟩": ")", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
-    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "⅓": "\\frac{1}{3}",
-    "⅔": "\\frac{2}{3}", "…": "\\ldots ", "→": "\\to ",
-    **{chr(place + 0xFEE0): chr(place) for place in range(33, 127)},
-})  # fmt: skip
+_HELD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_UNICODE = str.maketrans(
+    _HELD["unicode"] | {chr(place + 0xFEE0): chr(place) for place in range(33, 127)}
+)
 _STYLES = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|bf|rm|it|sf|tiny|small|large|Large|LARGE|huge|Huge|displaystyle"
     r"|textstyle|checkmark)(?![A-Za-z])"
@@ -110,119 +106,13 @@ _TRANSPOSED = re.compile(
     r"\s*\^\s*\{?\s*(?:\\(?:top|intercal)|(?:\\[a-z]+\{)?[Tt]\}?)\s*\}?",
     re.DOTALL,
 )
-_ORDINAL = "(?:st|nd|rd|th)"
+_PARTS = {
+    "TEXT": TEXT, "SPACE": SPACE, "ORDINAL": "(?:st|nd|rd|th)", "FUNCTIONS": _FUNCTIONS,
+    "NESTED": _NESTED, "OUTSIDE": _OUTSIDE,
+}  # fmt: skip
 _SPELLINGS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\A`+|`+\Z", ""),
-        (
-            rf"(?<=\d)[\s-]*(?:\^\s*|\\textsuperscript)?(?:\{{\s*{TEXT}\{{\s*{_ORDINAL}\s*\}}\s*\}}"
-            rf"|(?:{TEXT})?\{{\s*{_ORDINAL}\s*\}}|{_ORDINAL}\b)(?=\s*\}}?\s*\Z)",
-            "",
-        ),
-        (rf"(?<![\d\s}}~]){TEXT}\{{([^{{}}A-Za-z\\]*\d[^{{}}A-Za-z\\]*)\}}", r"\1"),
-        (r"\A\s*(?:\*\*(?=.*\*\*\s*\Z)|=)|(?:\*\*|\\\\|\s*(?<![.,;\\])[.,;]{1,2})\s*\Z", ""),
-        (rf"(?:{SPACE}|\\)++\Z", ""),
-        (r"\A\(([-+]?\d+(?:\.\d+)?)\)\Z", r"\1"),
-        (r":=|==", "="),
-        (rf"{SPACE}*\(\s*(\\approx[^()]*)\)\Z", r" \1"),
-        (r"\\not\s*=", r"\\ne "),
-        (r"\s*\\(?:to|(?:[Ll]ong)?[Rr]ightarrow|implies)(?![A-Za-z])\s*", r"\\to "),
-        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
-        (r"\\var(?=epsilon|phi|theta)", r"\\"),
-        (r"\\(?:nice|s|x)frac(?![A-Za-z])", r"\\frac"),
-        (r"\\lbrace(?![A-Za-z])", r"\\{"),
-        (r"\\rbrace(?![A-Za-z])", r"\\}"),
-        (r"\A\{?\s*([^{}]*?)\s*\\choose(?![A-Za-z])\s*([^{}]*?)\s*\}?\Z", r"\\binom{\1}{\2}"),
-        (
-            r"(?:\A|\{\s*\})[\^_](?:\{(\w+)\}|(\w))\s*C_(?:\{(\w+)\}|(\w))",
-            r"\\binom{\1\2}{\3\4}",
-        ),
-        (r"\\[lc]?dots(?![A-Za-z])|\.\.\.", r"\\ldots "),
-        (rf"\s*(?:{TEXT}\{{\s*:\s*\}}|\{{:\}}|\\colon(?![A-Za-z]))\s*", ":"),
-        (rf"(?<=\d)\s*{TEXT}\{{\s*to\s*\}}\s*(?=\d)", ":"),
-        (
-            rf"\\(?:operatorname|text|mathrm)\*?\s*\{{\s*\\?{_FUNCTIONS}\s*\}}"
-            rf"|(?<![A-Za-z\\]){_FUNCTIONS}(?![A-Za-z])",
-            r"\\\1\2 ",
-        ),
-        (r"(?<=[\w)}])\*\*(-?\d+|[a-z])", r"^{\1}"),
-        (r"\\degree(?![A-Za-z])|(?<=\d)\^\{?o\}?\Z|\^\{\s*\\circ\s*\}", r"^\\circ "),
-        (r"(\d+)\s*\^\\circ\s*(\d+)'\Z", r"(\1+\\frac{\2}{60})^\\circ "),
-        (
-            r"(\\(?:sin|cos|tan|sec|csc|cot)(?:\^\{?\d\}?)?\s*\(?\s*)(\d+(?:\.\d+)?)\s*\^\\circ",
-            r"\1\\frac{\2\\pi}{180}",
-        ),
-        (
-            rf"\\[dt]?frac\s*\{{\s*{TEXT}\{{([^{{}}]*)\}}\s*\}}\s*\{{\s*{TEXT}\{{([^{{}}]*)\}}\s*\}}",
-            r"\\text{\1/\2}",
-        ),
-        (r"<=", r"\\le "),
-        (r">=", r"\\ge "),
-        (
-            rf"{TEXT}\{{\s*([ie])\s*\}}|\\(?:math(?:bf|it)|bm|boldsymbol|textbf(?=\{{[ijk]\}}))(?:\{{(\w)\}}|\s+(\w)\b)",
-            r"\1\2\3",
-        ),
-        (
-            r"(\\mathbf\s*\{\s*)?\\(?:hat|vec|overrightarrow)\s*(?:\{\s*\\?([ijk])(?:math)?\s*\}"
-            r"|\\?([ijk])(?:math)?(?![A-Za-z]))(?(1)\s*\})",
-            r"\2\3",
-        ),
-        (r"\\bar(?![A-Za-z])", r"\\overline"),
-        (r"\\wide(?=hat|tilde)", r"\\"),
-        (
-            rf"{TEXT}\{{[\s,]*or(?: equivalently)?\s*\}}|\\vee(?![A-Za-z])"
-            rf"|(?<![A-Za-z\\])or{_OUTSIDE}",
-            r"\\lor ",
-        ),
-        (
-            rf"{TEXT}\{{[\s,]*and\s*\}}|\\wedge(?![A-Za-z])|(?<![A-Za-z\\])and{_OUTSIDE}",
-            r"\\land ",
-        ),
-        (
-            rf"(?<=\d){SPACE}*(?:{TEXT}\{{\s*(?:per\s?cent|pct\.?)\s*\}}|per\s?cent\b|pct\b)",
-            r"\\%",
-        ),
-        (rf"(?:{SPACE}|,)*(\\l(?:or|and)(?![A-Za-z])){SPACE}*", r" \1 "),
-        (r"_\{\s*(\w)\s*\}", r"_\1"),
-        (r"(?<!\\)~", " "),
-        (r"\\(vec|hat|tilde|over(?:line|rightarrow))\s+([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
-        (r"(?<=[\dn)])!=", "! ="),
-        (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
-        (r"\\(?:text)?color\s*\{\w+\}", ""),
-        (rf"\A\\(?:boldsymbol|bm|mathbf|underline)\s*\{{({_NESTED})\}}\Z", r"\1"),
-        (r"(?:\^\s*\{?\s*)?\\prime(?![A-Za-z])\s*\}?", "'"),
-        (rf"[,\s]*{TEXT}\{{\s*for all(?: real)?\s*\}}\s*[a-z]\Z", ""),
-        (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
-        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
-        (r"\\log\s*_(?:e|\{\s*e\s*\})", r"\\ln "),
-        (rf"{SPACE}*(?:\\(?:[lr]?vert|mid)(?![A-Za-z])|\|){SPACE}*", "|"),
-        (r"\\langle(?![A-Za-z])", "("),
-        (r"\\rangle(?![A-Za-z])", ")"),
-        (r"(?<=\d)(?:\\!)?(?:\{,\}|,(?=\\!))(?:\\!)?(?=\d{3})", ","),
-        (r"(?<=\d)(?:\\[,;:!> ]|\\thinspace|')\s*(?=\d{3}(?!\d))", ""),
-        (r"\A\s*\\(?:approx|simeq|thickapprox|sim)(?![A-Za-z])", ""),
-        (
-            r"\A([-+]?\d+(?:\.\d+)?)(?:\s*[eE]\s*|x\s*10\^(?=[-+\d]))([-+]?\d{1,4})\Z",
-            r"\1 \\times 10^{\2}",
-        ),
-        (
-            r"(?:√|(?<![A-Za-z\\])sqrt)\s*(?:(\d+|[A-Za-z])|\(([^()]*)\)|\{([^{}]*)\})",
-            r"\\sqrt{\1\2\3}",
-        ),
-        (
-            rf"\A{TEXT}\{{\s*([-+]?\d[\d,.]*)(\\?\s(?:[^{{}}\d]|\^\d)*)\}}(\^(?:\d|\{{\d\}}))?\Z",
-            r"\1\\text{\2}\3",
-        ),
-        (r"\A([-+]?\d+)\s+(\d+)/(\d+)\Z", r"\1\\frac{\2}{\3}"),
-        (r"\A(\d+)\s*\\[dt]?frac\{(\d+)\}\{(\d+)\}\s*\\?%\Z", r"(\1+\\frac{\2}{\3})\\%"),
-        (r"\\(?:overline|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))", r"\\overline{\1\2}"),
-        (r"\\overline\{(\d)\}(\d{0,20})\\overline\{(\d)\}", r"\\overline{\1\2\3}"),
-        (r"(\.\d{0,20})\((\d{1,20})\)\Z", r"\1\\overline{\2}"),
-        (r"(\.\d{0,20}?)(\d{1,10}?)\2+\s*\\ldots\s*\Z", r"\1\\overline{\2}"),
-        (r"(?<=[\w})])\s*\\q?quad\s*(?=[-+]?\d|\\d?frac|[a-z](?:_\w)?\s*=)", ", "),
-        (rf"(?<!\\)([,;]){SPACE}+", r"\1 "),
-    )
+    (re.compile(re.sub("%([A-Z]+)%", lambda name: _PARTS[name[1]], pattern)), replacement)
+    for pattern, replacement in _HELD["spellings"]
 ]
 """Patterns that math-verify cannot read, with equivalents that it can."""
 _GROUPS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")

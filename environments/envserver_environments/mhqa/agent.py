@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import ToolError, visible_text
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import parse_message, run_protocol
@@ -50,7 +51,7 @@ class AgentOptions:
     unanswerable: bool = False  # tell the model that there may be no answer, and how to say so
 
 
-async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> Json:
     shelf = _shelf(task, run, rules)
     question = task.public["question"]
     said = await _WAYS[rules.mode](question, run, rules, shelf)
@@ -64,7 +65,7 @@ async def solve(task: PublicTask, run: Rollout, rules: AgentOptions) -> dict[str
 
 def harness_task(task: PublicTask, run: Rollout, rules: AgentOptions) -> HarnessTask:
 
-    async def answered(workspace: Sandbox, words: str) -> dict[str, Any]:
+    async def answered(workspace: Sandbox, words: str) -> Json:
         return asdict(ModelAnswer(text=words))
 
     instruction = harness_prompt(task.public["question"], rules.unanswerable)

@@ -15,7 +15,6 @@ from typing import Any, Literal
 from envserver_environments.rows import (
     DataSets,
     FirstOption,
-    Hub,
     Row,
     decoded,
     last_message,
@@ -23,10 +22,10 @@ from envserver_environments.rows import (
     objects_of,
     option_place,
     options_of,
+    published,
     roles_of,
     rows_within,
     spelled,
-    table_of,
     text_of,
     value_at,
 )
@@ -44,32 +43,7 @@ NO_ANSWER = "noanswer"
 NO_ANSWERS = (NO_ANSWER, "no answer", "unanswerable", "not answerable")
 
 MAX_ANSWER_CHARACTERS = 400
-ROLES = table_of(
-    question=(
-        "question.text, question, extra_info.question, question_text, Question, query, input, "
-        "Prompt, prompt, problem"
-    ),
-    answer=(
-        "golds, golden_answers, ground_truth, ground_truths, answers, answer, Answer, "
-        "possible_answers, short_answers, reward_model.ground_truth.target, "
-        "reward_model.ground_truth, annotations, output, "
-        "answers_spans, final_decision, extra_info.answer, answerKey, target, answer_text"
-    ),
-    aliases="answer_aliases, metadata.answer_aliases, aliases, o_aliases, aug_answer, alt_ans",
-    passages=(
-        "paragraphs, context, contexts, ctxs, documents, passages, passage, positive_ctxs, "
-        "negative_ctxs, hard_negative_ctxs, retrieval_result, entity_pages, search_results, "
-        "document.summary.text, metadata.context, metadata.contexts, metadata.paragraphs, "
-        "metadata.passages, article, dialogue, sentence, gold_docs, evidence_docs, negative_docs"
-    ),
-    options="options.text, options, choices.text, choices",
-    supporting="supporting_facts, metadata.supporting_facts",
-    evidences="evidences, metadata.evidences",
-    decomposition="question_decomposition, metadata.question_decomposition",
-    kind="type, question_type, metadata.type",
-    id="id, _id",
-    hops="hops",
-)
+ROLES, HUBS = published(__file__)
 """Names of each role in published sets; passages are those of all names, one after the other."""
 _ANSWERS = (
     *("target", "value", "text", "answer", "spans", "number", "short_answers", "aliases"),
@@ -280,16 +254,6 @@ _FOLDER = Path(__file__).parent / "data"
 SAMPLE = _FOLDER / "sample.jsonl"
 OWN_CORPUS = _FOLDER / "corpus.jsonl"
 
-HUBS: dict[str, Hub] = {
-    "hotpotqa": Hub(
-        "hotpotqa/hotpot_qa", {"train": "train", "validation": "validation"}, ("distractor",)
-    ),
-    # The authors' own data are not on the hub.
-    "2wiki": Hub("framolfese/2WikiMultihopQA", {"train": "train", "validation": "validation"}),
-    "musique": Hub("dgslibisey/MuSiQue", {"train": "train", "validation": "validation"}),
-    "afm": Hub("PersonalAILab/AFM-MHQA-RL-Dataset", {"train": "train"}),
-}
-"""The answers of the test splits are not public."""
 DATA = DataSets(SAMPLE, HUBS)
 
 

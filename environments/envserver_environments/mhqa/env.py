@@ -35,8 +35,9 @@ from envserver_environments.rows import (
     made,
     mixed,
 )
+from envserver_records.tasks import Json
 from envserver_tools.retrieval import Passage, RetrieverSettings
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from envserver import (
     ConfigError,
@@ -99,13 +100,13 @@ class Mhqa(DataEnvironment):
         """URL of the retriever for the scope external, such as http://localhost:8000/retrieve."""
         top_k: int = Field(default=3, ge=1, le=MAX_TOP_K)
         """Passages per search if the model does not say how many."""
-        max_searches: int = Field(default=8, ge=1)
+        max_searches: PositiveInt = 8
         """Maximum searches per rollout."""
         unanswerable: bool = False
         """Include questions that the passages do not answer; `noanswer` is the right answer."""
         support_weight: float = Field(default=0.0, ge=0.0, le=1.0)
         """Share of the reward given for the F1 score of the supporting facts."""
-        max_turns: int = Field(default=10, ge=1)
+        max_turns: PositiveInt = 10
         """Maximum model calls per rollout."""
 
         @model_validator(mode="after")
@@ -134,7 +135,7 @@ class Mhqa(DataEnvironment):
         streams = [self._tasks_of(name, split) for name in listed(self.config.data_set)]
         return mixed(streams, f"mix-{self.config.seed}-{split}")
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         return await solve(task, run, self._options(task))
 
     def _options(self, task: PublicTask) -> AgentOptions:
@@ -170,7 +171,7 @@ class Mhqa(DataEnvironment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task, self.config.support_weight)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         item = self._read(row, lambda: self.config.first_option or 0)
         return make_task(id_of(row), item, "question")
 

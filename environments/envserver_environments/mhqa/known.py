@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from envserver_environments.demonstrations import (
     Known,
@@ -11,6 +10,7 @@ from envserver_environments.demonstrations import (
     text_message,
     written_call,
 )
+from envserver_records.tasks import Json
 from envserver_tools.retrieval import passages_from
 
 from envserver import KnownResult, Message, Task
@@ -107,7 +107,7 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
             yield "a sentence", sentence
 
 
-def _resting_on(task: Task) -> dict[str, Any]:
+def _resting_on(task: Task) -> Json:
     facts = supporting_facts(task)
     evidence = [ways[0] for ways in task.hidden["evidences"]]
     return {"facts": facts, "passages": task.hidden["support"], "evidence": evidence}
@@ -145,7 +145,7 @@ def _with_tools(task: Task) -> list[Message]:
     ]
     facts = supporting_facts(task)
     answer = str(task.hidden["golds"][0])
-    rest: dict[str, Any] = {"supporting_facts": facts} if facts else {}
+    rest: Json = {"supporting_facts": facts} if facts else {}
     if task.hidden["evidences"]:
         rest["evidence"] = [ways[0] for ways in task.hidden["evidences"]]
     last = call_message("finish", f"So the answer is {answer}.", answer=answer, **rest)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from envserver_environments.answers import (
     last_reply,
     text_in,
 )
+from envserver_records.tasks import Json
 from envserver_tools.calling import visible_text
 from envserver_tools.retrieval import passages_from
 
@@ -77,16 +78,16 @@ def has_tagged_answer(text: str) -> bool:
     return seen is not None and _tagged(seen) is not None
 
 
-def nested_objects(text: str) -> Iterator[dict[str, Any]]:
+def nested_objects(text: str) -> Iterator[Json]:
     """Yields the JSON objects near the end, and those in them, inner before outer; numbers stay
     text."""
     for value in json_objects(text, _DECODER):
         yield from _objects_in(value)
 
 
-def _objects_in(value: Any) -> Iterator[dict[str, Any]]:
+def _objects_in(value: Any) -> Iterator[Json]:
     """Yields the objects in `value`, inner before outer, without recursion."""
-    objects: list[dict[str, Any]] = []
+    objects: list[Json] = []
     waiting = [value]
     while waiting:
         part = waiting.pop()
@@ -241,12 +242,12 @@ def read_answer(result: Result) -> ModelAnswer:
     return last_answer(result.messages)
 
 
-def last_answer(messages: list[dict[str, Any]]) -> ModelAnswer:
+def last_answer(messages: list[Json]) -> ModelAnswer:
     message = last_reply(messages)
     return parse_answer(text_in(message.get("content")) or "", arguments_of(FINISH, message))
 
 
-def parse_answer(text: str, finish: Mapping[str, Any] | None = None) -> ModelAnswer:
+def parse_answer(text: str, finish: Json | None = None) -> ModelAnswer:
     """Without `finish`'s arguments, a JSON object with `answer` may also hold facts and
     evidence."""
     if finish is not None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import MAX_RESULT_CHARACTERS, Tool, ToolError, function_tool, toolbox
 from envserver_tools.retrieval import (
     FewPassages,
@@ -63,7 +64,7 @@ async def external_services(settings: RetrieverSettings) -> AsyncIterator[Mappin
 
 
 def _service(search: Search) -> Service:
-    async def answer(arguments: dict[str, Any], caller: Caller) -> list[dict[str, Any]]:
+    async def answer(arguments: Json, caller: Caller) -> list[Json]:
         query, top_k = arguments.get("query"), arguments.get("top_k")
         if not isinstance(query, str) or len(query) > MAX_QUERY_CHARACTERS:
             raise InputError(
@@ -104,7 +105,7 @@ class Shelf:
         self._searches_left = max_searches
         self._max_searches = max_searches
         self._seen: dict[str, Passage] = {}
-        self.finished: dict[str, Any] | None = None
+        self.finished: Json | None = None
         self.look = toolbox(Tool(_SEARCH, self.search), Tool(_READ, self._read))
         self.tools = self.look | toolbox(Tool(_finish(evidence), self._finish))
 
@@ -191,8 +192,8 @@ _READ = function_tool(
 )
 
 
-def _finish(evidence: bool) -> dict[str, Any]:
-    properties: dict[str, Any] = {
+def _finish(evidence: bool) -> Json:
+    properties: Json = {
         "answer": {"type": "string", "maxLength": MAX_FINISH_CHARACTERS},
         "supporting_facts": {
             "type": "array",

@@ -14,6 +14,7 @@ from envserver_environments.answers import last_boxed
 from envserver_environments.code.agent import solve as write_program
 from envserver_environments.code.extraction import extract_code
 from envserver_environments.math.agent import solve as solve_problem
+from envserver_records.tasks import Json
 from envserver_tools.calling import cut, visible_text
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.retrieval import BM25
@@ -179,7 +180,7 @@ READERS = {"graph": read_plan, "coursegpt": read_course}
 
 async def solve(
     task: PublicTask, run: Rollout, *, repair: int, execute: bool, router: str = ROUTER
-) -> dict[str, Any]:
+) -> Json:
     """Runs one attempt: plans as the agent `router`, with so many repairs of an invalid plan;
     `execute`: runs a valid plan whose answer can be checked."""
     output = asdict(ModelPlan())
@@ -197,13 +198,13 @@ async def solve(
     return output
 
 
-def final_answer(output: Mapping[str, Any]) -> str:
+def final_answer(output: Json) -> str:
     said = (output.get(name) for name in ("answer", "program", "plan"))
     return next((text for text in said if isinstance(text, str) and text), "")
 
 
 async def _plan(
-    task: PublicTask, run: Rollout, repair: int, output: dict[str, Any], router: str
+    task: PublicTask, run: Rollout, repair: int, output: Json, router: str
 ) -> Plan | None:
     profile = task.public["profile"]
     messages: list[Message] = [

@@ -10,89 +10,20 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import StrictDecoder, check_characters, visible_text
 from jsonschema import Draft202012Validator
 
 MAX_STEPS = 8
+"""As in the schemas."""
 
-_DIALECT = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
-
-
-def _closed(properties: dict[str, Any]) -> dict[str, Any]:
-    """An object with all of these properties and no others."""
-    return {
-        "type": "object",
-        "additionalProperties": False,
-        "required": [*properties],
-        "properties": properties,
-    }
-
-
-_STEP = _closed(
-    {
-        "id": {"type": "string", "pattern": "^[a-z][a-z0-9_]{0,15}$"},
-        "agent": {"enum": ["math", "code", "search"]},
-        "tool": {"type": "string"},
-        "args": {"type": "object"},
-        "depends_on": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
-    }
-)
-_HANDOFF = _closed({"from": {"type": "string"}, "to": {"type": "string"}, "payload": _TEXT})
-GRAPH: dict[str, Any] = _DIALECT | _closed(
-    {
-        "rationale": {"type": "string", "minLength": 1, "maxLength": 2000},
-        "steps": {"type": "array", "minItems": 1, "maxItems": MAX_STEPS, "items": _STEP},
-        "handoffs": {"type": "array", "items": _HANDOFF},
-        "final_step": {"type": "string"},
-    }
-)
-
-
-def _arguments(required: str, properties: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [required],
-        "additionalProperties": False,
-    }
-
-
-TOOLS: dict[str, dict[str, dict[str, Any]]] = {
-    "math": {
-        "solve": _arguments("problem", {"problem": _TEXT}),
-        "calculate": _arguments("expression", {"expression": _TEXT}),
-    },
-    "code": {
-        "write": _arguments("task", {"task": _TEXT, "language": {"enum": ["python"]}}),
-        "run_tests": _arguments("target", {"target": {"type": "string"}}),
-    },
-    "search": {
-        "query": _arguments(
-            "q", {"q": _TEXT, "top_k": {"type": "integer", "minimum": 1, "maximum": 20}}
-        ),
-    },
-}
-
-_TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT, "minItems": 1}
-
-COURSE: dict[str, Any] = _DIALECT | _closed(
-    {
-        "route_plan": {**_TEXTS, "maxItems": MAX_STEPS},
-        "route_rationale": _TEXT,
-        "expected_artifacts": _TEXTS,
-        "thinking_outline": _TEXTS,
-        "handoff_plan": _TEXT,
-        "todo_list": _TEXTS,
-        "difficulty": {"enum": ["introductory", "intermediate", "advanced"]},
-        "tags": _TEXTS,
-        "acceptance_criteria": _TEXTS,
-        "metrics": {"type": "object", "minProperties": 1},
-    }
-)
-
+_SCHEMAS: Json = json.loads(Path(__file__).with_name("schemas.json").read_text(encoding="utf-8"))
+GRAPH: Json = _SCHEMAS["graph"]
+TOOLS: dict[str, dict[str, Json]] = _SCHEMAS["tools"]
+COURSE: Json = _SCHEMAS["coursegpt"]
 COURSE_KEYS: tuple[str, ...] = tuple(COURSE["required"])
 
 
@@ -121,7 +52,7 @@ class Step:
     id: str
     agent: str
     tool: str
-    args: Mapping[str, Any]
+    args: Json
     depends_on: tuple[str, ...] = ()
 
 
@@ -177,7 +108,7 @@ def plan_of(value: Any) -> Plan:
     return Plan(steps, payloads, value["final_step"], value["rationale"])
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> Json:
     """`plan` as a model writes it: the inverse of `plan_of`."""
     return {
         "rationale": plan.rationale,
@@ -312,7 +243,7 @@ def plan_of_course(value: Any) -> Plan:
     return Plan(tuple(steps), payloads, steps[-1].id, value["route_rationale"])
 
 
-def course_of(plan: Plan, query: str) -> dict[str, Any]:
+def course_of(plan: Plan, query: str) -> Json:
     """Converts `plan` to ten keys, as a model would write it; parallel steps become a sequence."""
     steps = chain_of(plan)
     commands = [COMMANDS[step.agent] for step in steps]
@@ -406,7 +337,7 @@ _QA = "router qa"
 _KEPT = ("primary_guidance", "secondary_guidance", "primary_computation", "secondary_computation")
 
 
-def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
+def course_metrics(text: str, gold: Json) -> dict[str, float]:
     """The metrics of an answer, beside the ten keys of the right one; truths are 0 and 1. Only
     `json_valid` where the visible text is not a JSON object, or longer than any plan."""
     valid = {"json_valid": float(_object(text) is not None)}
@@ -420,7 +351,7 @@ def course_metrics(text: str, gold: dict[str, Any]) -> dict[str, float]:
     return valid | {name: float(value) for name, value in found.items()}
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _object(text: str) -> Json | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
@@ -430,7 +361,7 @@ def _object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _measured(answer: dict[str, Any], gold: dict[str, Any]) -> dict[str, float | bool]:
+def _measured(answer: Json, gold: Json) -> dict[str, float | bool]:
     wanted = _tools(gold.get("route_plan"))
     handoff = _lower(answer.get("handoff_plan"))
     ratio = len(json.dumps(answer, sort_keys=True)) / len(json.dumps(gold, sort_keys=True))

@@ -24,6 +24,7 @@ from envserver_environments.rows import (
     missing,
     name_of,
 )
+from envserver_records.tasks import Json
 from pydantic import BeforeValidator, Field
 
 from envserver import (
@@ -99,7 +100,7 @@ class Router(DataEnvironment):
         execute: bool = False
         """Run the plan even without an expected answer; otherwise the plan is the answer."""
 
-        def settings(self) -> dict[str, Any]:
+        def settings(self) -> Json:
             return {"execute": self.execute or self.answer is not None}
 
     def __init__(self, config: Config | None = None) -> None:
@@ -141,7 +142,7 @@ class Router(DataEnvironment):
         read = made(rows, task)
         return self.rows.usable(name_of(name, path), read)
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         routers = self._routers()
         router = routers[zlib.crc32(run.rollout_id.encode()) % len(routers)]
         repair, execute = self.config.repair, self.config.execute
@@ -162,7 +163,7 @@ class Router(DataEnvironment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task, execute=self.config.execute)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         return self._task(id_of(row), read_problem(row, self.config.columns))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from envserver_environments.demonstrations import Known, call_message, text_message
+from envserver_records.tasks import Json
 
 from envserver import KnownResult, Message, Task
 
@@ -39,7 +40,7 @@ def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None
 
 
 def right_answer(task: Task) -> str | None:
-    gold: dict[str, Any] | None = task.hidden["target"] or task.hidden["plan"]
+    gold: Json | None = task.hidden["target"] or task.hidden["plan"]
     return None if gold is None else json.dumps(gold, ensure_ascii=False)
 
 
@@ -107,13 +108,13 @@ def _unreadable(gold: str) -> Iterator[tuple[str, str]]:
     yield "cut off without a word", gold[:-2]
 
 
-def _circular(plan: dict[str, Any]) -> None:
+def _circular(plan: Json) -> None:
     step = plan["steps"][0]
     step["depends_on"] = [step["id"]]
     plan["handoffs"].append({"from": step["id"], "to": step["id"], "payload": "itself"})
 
 
-_BROKEN: dict[str, dict[str, Callable[[dict[str, Any]], Any]]] = {
+_BROKEN: dict[str, dict[str, Callable[[Json], Any]]] = {
     "graph": {
         "another key": lambda plan: plan.update(confidence=1.0),
         "a key is missing": lambda plan: plan.pop("rationale"),
@@ -215,13 +216,13 @@ def _written(plan: Plan) -> str:
     return json.dumps(as_json(plan), ensure_ascii=False)
 
 
-def _changed(gold: str, change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    plan: dict[str, Any] = copy.deepcopy(json.loads(gold))
+def _changed(gold: str, change: Callable[[Json], Any]) -> Json:
+    plan: Json = copy.deepcopy(json.loads(gold))
     change(plan)
     return plan
 
 
-def _right_output(task: Task) -> dict[str, Any]:
+def _right_output(task: Task) -> Json:
     answer = task.hidden["answer"]
     if answer["kind"] == "function":
         return {"executed": True, "answer": "", "program": answer["code"]}

@@ -18,16 +18,16 @@ from typing import Any, Literal
 from envserver_environments.rows import (
     DataSets,
     Division,
-    Hub,
     Row,
     decoded,
     fields_of,
     last_message,
     missing,
+    published,
     roles_of,
     spelled,
-    table_of,
 )
+from envserver_records.tasks import Json
 
 from envserver import ConfigError, InputError, NotFoundError, Task
 from envserver.rows.sources import every_row
@@ -49,22 +49,10 @@ Profile = Literal["graph", "coursegpt"]
 SAMPLE = Path(__file__).parent / "data" / "sample.jsonl"
 SAMPLE_DOCUMENTS = SAMPLE.with_name("documents.jsonl")
 
-HUBS: dict[str, Hub] = {
-    "coursegpt": Hub(
-        "Alovestocode/Router-agent-data",
-        {"train": "train", "validation": "train", "test": "train"},
-    ),
-}
 
+ROLES, HUBS = published(__file__)
 DATA = DataSets(SAMPLE, HUBS, dict.fromkeys(HUBS, Division()))
 
-ROLES = table_of(
-    query="query, user_query, question, task, prompt, messages",
-    plan="plan, gold, gold_plan, completion, reward_model.ground_truth, messages",
-    documents="documents",
-    answer="answer",
-    results="results",
-)
 _QUERY_MARK = "User query:\n"
 _FENCE = re.compile(r"\s*```(?:json)?\n(.*?)\n```\s*", re.DOTALL)
 
@@ -76,12 +64,12 @@ class Problem:
     query: str
     profile: Profile  # of the plan in its row
     plan: Plan | None = None  # the right one
-    target: dict[str, Any] | None = None  # the ten keys of the profile `coursegpt`
+    target: Json | None = None  # the ten keys of the profile `coursegpt`
     documents: list[dict[str, str]] = field(default_factory=list)  # each with `title` and `text`
-    answer: dict[str, Any] | None = None  # kinds: number and text (`answers`), function
+    answer: Json | None = None  # kinds: number and text (`answers`), function
     results: dict[str, str] = field(default_factory=dict)  # of each step of a right execution
 
-    def gold(self, profile: Profile) -> tuple[Plan, dict[str, Any] | None]:
+    def gold(self, profile: Profile) -> tuple[Plan, Json | None]:
         """The right plan as it is scored in `profile`, with the ten keys where that has them."""
         if self.plan is None:
             raise InputError("The row has no plan.")
@@ -135,7 +123,7 @@ def read_query(row: Row, columns: Mapping[str, str] | None = None) -> Problem:
     )
 
 
-def answer_of(text: str) -> dict[str, Any]:
+def answer_of(text: str) -> Json:
     try:
         float(text.replace(",", ""))
     except ValueError:
@@ -160,7 +148,7 @@ def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
     return [{"title": one["title"], "text": one["text"]} for one in found]
 
 
-def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
+def public_part(problem: Problem, profile: Profile) -> Json:
     return {
         "query": problem.query,
         "profile": profile,
@@ -170,7 +158,7 @@ def public_part(problem: Problem, profile: Profile) -> dict[str, Any]:
     }
 
 
-def hidden_part(problem: Problem, profile: Profile) -> dict[str, Any]:
+def hidden_part(problem: Problem, profile: Profile) -> Json:
     plan, target = (None, None) if problem.plan is None else problem.gold(profile)
     return {
         "plan": None if plan is None else as_json(plan),
@@ -188,7 +176,7 @@ def _results(problem: Problem, profile: Profile) -> dict[str, str]:
     return {f"s{number}": known[step.id] for number, step in steps if step.id in known}
 
 
-def _answer(value: Any) -> dict[str, Any] | None:
+def _answer(value: Any) -> Json | None:
     match value:
         case None:
             return None

@@ -14,6 +14,7 @@ from typing import Any
 from envserver_environments.swe.agent import patch_in
 from envserver_environments.swe.patches import PatchError, apply_changes, read_patch
 from envserver_environments.swe.trees import Entry, Tree, git_files, tar_of
+from envserver_records.tasks import Json
 from envserver_tools import PRELOAD, ProtocolRun, describe_tools, run_protocol, sandbox_tools
 from envserver_tools.protocol import FORMAT, Window, trace
 from msgspec import structs
@@ -68,11 +69,11 @@ async def work(
     max_retries: int,
     command_seconds: int,
     window: Window | None,
-) -> dict[str, Any]:
+) -> Json:
     """Runs once; returns `{"answer", "ending", "checks", "trace"}`, whatever the model did."""
     public, started = task.public, time.time()
     done = ProtocolRun()
-    checks: list[dict[str, Any]] = []
+    checks: list[Json] = []
     tree = tree_in(public["files"])
     repository, commit = git_files(tree)
     spec = structs.replace(SPEC, archive=tar_of({**tree, **repository}))
@@ -130,7 +131,7 @@ def _log(run: Rollout, done: ProtocolRun) -> None:
                 tool, args = step["tool"], step["args"]
             case "tool_result":
                 run.log_action(tool, args, step["text"])
-            case kind:
+            case str(kind):
                 names = {"thought": "reason", "final": "finalize"}
                 run.log_action(names.get(kind, kind), {}, step["text"])
 
@@ -165,11 +166,11 @@ def counter(tokenizer: Any | None) -> Callable[[list[Message]], int]:
     return count
 
 
-def checks_in(public: dict[str, Any]) -> list[Check]:
+def checks_in(public: Json) -> list[Check]:
     return [Check.model_validate(one) for one in public["checks"]]
 
 
-async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> dict[str, Any]:
+async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> Json:
     for path, text in check.files.items():
         await sandbox.write(path, text.encode())
     if check.run is not None:
@@ -203,14 +204,12 @@ def harness_task(task: PublicTask) -> HarnessTask:
     )
 
 
-async def _output(commit: str, workspace: Sandbox, words: str) -> dict[str, Any]:
+async def _output(commit: str, workspace: Sandbox, words: str) -> Json:
     done = await patch_in(commit, workspace, words)
     return {"answer": words, "ending": "final", "patch": done["patch"], "reason": done["reason"]}
 
 
-async def checks_of_patch(
-    public: dict[str, Any], output: dict[str, Any], sandboxes: Sandboxes
-) -> list[dict[str, Any]]:
+async def checks_of_patch(public: Json, output: Json, sandboxes: Sandboxes) -> list[Json]:
     """Runs the checks on the workspace with the patch; none passes if it does not apply."""
     try:
         tree = apply_changes(tree_in(public["files"]), read_patch(str(output.get("patch") or "")))

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.rows import copied
+from envserver_records.tasks import Json
 from envserver_tools.protocol import Window, trace_path
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from envserver import (
     Environment,
@@ -41,22 +42,22 @@ class Scenarios(Environment):
     class Config(Environment.Config):
         """Selects the scenarios, and limits the runs."""
 
-        scenario: list[Path] = Field(default_factory=list)
+        scenario: list[Path] = []
         """Scenario folders or YAML files; unset: the built-in sample."""
         label: str = "gold"
         """Label of the scenario's prompt to use."""
-        max_turns: int = Field(default=30, ge=1)
+        max_turns: PositiveInt = 30
         """Maximum model calls per run."""
-        worker_timeout: float = Field(default=900.0, gt=0)
+        worker_timeout: PositiveFloat = 900.0
         """Wall-clock seconds per run."""
-        max_retries: int = Field(default=3, ge=1)
+        max_retries: PositiveInt = 3
         """Consecutive unusable messages before a run ends."""
-        command_seconds: int = Field(default=30, ge=1)
+        command_seconds: PositiveInt = 30
         """Maximum seconds per command."""
         context_tokens: int | None = Field(default=None, ge=256)
         """Maximum tokens of prompt and answer together; the oldest turns are dropped from the
         prompt to stay below it. Unset: no limit."""
-        answer_tokens: int = Field(default=1024, ge=1)
+        answer_tokens: PositiveInt = 1024
         """Tokens of context_tokens reserved for the answer."""
         tokenizer: Path | None = None
         """tokenizer.json to count tokens with; unset: estimate 3.5 characters per token."""
@@ -71,7 +72,7 @@ class Scenarios(Environment):
         for path in paths:
             yield self.task_from_row({"scenario": str(path), "seed": self.config.seed})
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         """`{"scenario": path, "label", "number", "seed", "model": {"name", "hf_id", "backend"}}`;
         all but the first may be left out."""
         if not isinstance(row.get("scenario"), str):
@@ -93,7 +94,7 @@ class Scenarios(Environment):
         }
         return Task(_task_id(scenario, row, number), public, {"solution": scenario.solution})
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         return await work(
             task,
             run,
@@ -141,7 +142,7 @@ class Scenarios(Environment):
         return Window(counter(tokenizer), config.context_tokens, config.answer_tokens)
 
 
-def _task_id(scenario: Scenario, row: dict[str, Any], number: int) -> str:
+def _task_id(scenario: Scenario, row: Json, number: int) -> str:
     if "number" not in row:
         return named(scenario.name)
     return named(f"{scenario.name}-{row.get('label', '')}-{number:03d}")

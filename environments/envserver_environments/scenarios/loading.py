@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from envserver_environments.swe.repositories import entry_of
 from envserver_environments.swe.trees import Entry, Tree
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from envserver import InputError, NotFoundError
 
@@ -32,7 +32,7 @@ class Check(_Part):
     name: str = ""  # unset: made of the other fields
     run: list[str] | None = Field(default=None, min_length=1)  # words, no shell; must end with 0
     files: dict[str, str] = {}  # written before it runs: tests that the model cannot change
-    seconds: float = Field(default=60.0, gt=0)
+    seconds: PositiveFloat = 60.0
     file: str | None = None  # a file of the workspace
     answer: bool = False  # check the text after FINAL
     contains: str | None = None

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import Tool, ToolError, toolbox, visible_text
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.protocol import describe_tools, run_protocol
@@ -135,7 +136,7 @@ async def _run_bash(bash: Tool, command: str) -> str:
 NAMES = ("read_file", "write_file", "edit", "list_dir", "grep", "bash", "git_diff")
 MAX_ERRORS_IN_A_ROW = 10
 
-SUBMIT_TOOL: dict[str, Any] = {
+SUBMIT_TOOL: Json = {
     "type": "function",
     "function": {
         "name": "submit",
@@ -207,9 +208,7 @@ LOOPS: dict[AgentKind, Loop] = {
 }
 
 
-async def solve(
-    task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions
-) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions) -> Json:
     messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
     spec, commit = await _prepared(task.public, run, rules)
     async with run.open_sandbox(spec) as sandbox:
@@ -220,7 +219,7 @@ async def solve(
         return await patch_in(commit, sandbox, "") | {"submitted": submitted}
 
 
-async def patch_in(commit: str, sandbox: Sandbox, words: str) -> dict[str, Any]:
+async def patch_in(commit: str, sandbox: Sandbox, words: str) -> Json:
     """Returns the output of a program that worked in the repository and has ended."""
     try:
         patch = await read_patch(sandbox, base=commit, max_bytes=MAX_PATCH_BYTES)
@@ -229,9 +228,7 @@ async def patch_in(commit: str, sandbox: Sandbox, words: str) -> dict[str, Any]:
     return {"patch": patch.decode("utf-8", "replace"), "submitted": True, "reason": ""}
 
 
-async def _prepared(
-    public: dict[str, Any], run: Rollout, rules: AgentOptions
-) -> tuple[SandboxSpec, str]:
+async def _prepared(public: Json, run: Rollout, rules: AgentOptions) -> tuple[SandboxSpec, str]:
     image, seconds = public.get("image", ""), rules.command_seconds
     # A large repository takes seconds; others in this process must not wait for it.
     if not image:

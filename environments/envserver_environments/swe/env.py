@@ -28,8 +28,9 @@ from envserver_environments.rows import (
     name_of,
 )
 from envserver_records.extras import install_command
+from envserver_records.tasks import Json
 from envserver_tools.calling import visible_text
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from envserver import (
     ConfigError,
@@ -104,17 +105,17 @@ class Swe(DataEnvironment):
         """Maximum seconds per agent command."""
         test_seconds: float = Field(default=60.0, gt=0, le=590)
         """Maximum seconds for all tests of a task together."""
-        max_format_errors: int = Field(default=3, ge=1)
+        max_format_errors: PositiveInt = 3
         """Consecutive unusable messages before an agent is stopped."""
         check_gold: bool = True
         """Drop rows whose gold patch fails its tests on this machine (not in the sample)."""
         plugins: list[str] = []
         """Module names of pytest plugins that the data set's tests need (`pytest_asyncio`)."""
-        max_turns: int = Field(default=40, ge=1)
+        max_turns: PositiveInt = 40
         """Maximum model calls per rollout."""
-        worker_timeout: float = Field(default=900.0, gt=0)
+        worker_timeout: PositiveFloat = 900.0
         """Wall-clock seconds per rollout, from start to result."""
-        max_token_length: int = Field(default=32768, ge=1)
+        max_token_length: PositiveInt = 32768
         """Maximum training sequence length in tokens; groups with a longer one are dropped."""
 
     class Question(Environment.Question):
@@ -122,12 +123,12 @@ class Swe(DataEnvironment):
 
         repo: Path = Path()
         """Folder of the repository; unset: the current folder."""
-        steps: int = Field(default=40, ge=1)
+        steps: PositiveInt = 40
         """Maximum model calls."""
         yolo: bool = False
         """Run commands without asking for confirmation."""
 
-        def settings(self) -> dict[str, Any]:
+        def settings(self) -> Json:
             # A person needs time to answer.
             return {"max_turns": self.steps} | ({} if self.yolo else {"worker_timeout": 7200.0})
 
@@ -135,7 +136,7 @@ class Swe(DataEnvironment):
         super().__init__(config)
         rules = ImageRules(self.config.image_repository, self.config.image_path)
         self._images = Images(rules)
-        self._tried: dict[tuple[str, str], dict[str, Any] | None] = {}
+        self._tried: dict[tuple[str, str], Json | None] = {}
 
     @classmethod
     def write_sample(cls, folder: Path) -> Mapping[str, Any]:
@@ -156,7 +157,7 @@ class Swe(DataEnvironment):
         name = name_of(self.config.data_set, self.config.data_path)
         yield from self.rows.usable(name, self._row_tasks(split))
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         rules = AgentOptions(
             self.config.command_seconds,
             self.config.max_format_errors,
@@ -203,7 +204,7 @@ class Swe(DataEnvironment):
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         return nullcontext({CONFIRM: Terminal().confirm})
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         return self._task(named(row, self.config.columns), id_of(row))
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
@@ -240,7 +241,7 @@ class Swe(DataEnvironment):
         tree = base_tree(task.public, files.tree)
         return await grade(tree, patch, tests, self.sandboxes, limits, container)
 
-    def _task(self, row: dict[str, Any], task_id: str) -> Task:
+    def _task(self, row: Json, task_id: str) -> Task:
         has_files = self.config.mirror is not None or row.get("repo_archive")
         image = "" if has_files else image_of(row, self.config.image_name)
         files = self._files_now(image)
@@ -300,7 +301,7 @@ class Swe(DataEnvironment):
         return task
 
 
-def _with(task: Task, needs: dict[str, Any]) -> Task:
+def _with(task: Task, needs: Json) -> Task:
     return msgspec.structs.replace(task, hidden={**task.hidden, **needs})
 
 

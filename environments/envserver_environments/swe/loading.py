@@ -18,19 +18,19 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from envserver_environments.rows import (
-    Hub,
     NumberedRow,
     Row,
     decoded,
     last_message,
     missing,
+    published,
     roles_of,
-    table_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
 from envserver import InputError, Task
 
@@ -74,7 +74,7 @@ def folder_rows(folders: list[Path]) -> Iterator[NumberedRow]:
         yield NumberedRow(number, good, place, "" if good else "it is not a JSON object")
 
 
-def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
+def read_folder(row: Json, folder: Path) -> tuple[str, Tree, Tree]:
     """Returns the path of a task's archive, the tree in it, and the files for grading."""
     _check_needs(row)
     archive = _below(folder, str(row["repo_archive"]))
@@ -91,12 +91,12 @@ def read_folder(row: dict[str, Any], folder: Path) -> tuple[str, Tree, Tree]:
     return str(archive), tree, files
 
 
-def rules_of(row: dict[str, Any]) -> dict[str, Any]:
+def rules_of(row: Json) -> Json:
     """Returns the task's own rules for grading: `protected` and `seconds`."""
     protected, wall = row.get("protected") or [], row.get("wall")
     if not isinstance(protected, list) or not all(isinstance(part, str) for part in protected):
         raise InputError("Its protected files are not a list of patterns.")
-    rules: dict[str, Any] = {"protected": protected}
+    rules: Json = {"protected": protected}
     if isinstance(wall, int | float) and wall > 0:
         rules["seconds"] = float(wall)
     return rules
@@ -109,7 +109,7 @@ def _below(folder: Path, name: str) -> Path:
     return path
 
 
-def _check_needs(row: dict[str, Any]) -> None:
+def _check_needs(row: Json) -> None:
     minimum = _MINIMUM.search(str(row.get("python") or ""))
     if minimum and sys.version_info[:2] < (int(minimum[1]), int(minimum[2])):
         raise InputError("It needs a newer Python.")
@@ -121,28 +121,7 @@ def _check_needs(row: dict[str, Any]) -> None:
             raise InputError("It needs a package that is not here.") from error
 
 
-HUBS: dict[str, Hub] = {
-    "swe_bench": Hub(
-        "princeton-nlp/SWE-bench", {"train": "train", "validation": "dev", "test": "test"}
-    ),
-    "swe_bench_lite": Hub("princeton-nlp/SWE-bench_Lite", {"validation": "dev", "test": "test"}),
-    "swe_bench_verified": Hub("princeton-nlp/SWE-bench_Verified", {"test": "test"}),
-    "swe_gym": Hub("SWE-Gym/SWE-Gym", {"train": "train"}),
-    "swe_smith": Hub("SWE-bench/SWE-smith", {"train": "train"}),
-    "r2e": Hub("R2E-Gym/R2E-Gym-Subset", {"train": "train"}),
-}
-
-ROLES = table_of(
-    instance_id="instance_id, id",
-    problem_statement="problem_statement, issue, prompt",
-    repo="repo, repo_name, repository",
-    base_commit="base_commit",
-    patch="patch, gold_patch, golden_patch",
-    test_patch="test_patch",
-    FAIL_TO_PASS="FAIL_TO_PASS, fail_to_pass",
-    PASS_TO_PASS="PASS_TO_PASS, pass_to_pass",
-    commit_hash="commit_hash",
-)
+ROLES, HUBS = published(__file__)
 _REPO = {*ROLES["repo"]}
 
 Layout = Literal["own", "bench", "smith", "r2e"]
@@ -243,7 +222,7 @@ def _mirrored(row: Row, task_id: str, mirror: Path) -> Task:
     return make(row, task_id, _tree(repository, commit), public)
 
 
-def _bench(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
+def _bench(row: Row, task_id: str, tree: Tree, public: Json) -> Task:
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
@@ -257,7 +236,7 @@ def _bench(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
     return Task(task_id, public, hidden)
 
 
-def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
+def _local(row: Json, task_id: str, folder: Path) -> Task:
     """A task in files: a tar of the repository, and a folder with its hidden tests."""
     archive, tree, files = read_folder(row, folder)
     _applied(_bounded(tree), str(row["patch"]), "gold patch")
@@ -272,7 +251,7 @@ def _local(row: dict[str, Any], task_id: str, folder: Path) -> Task:
     return Task(task_id, {"archive": archive}, hidden)
 
 
-def _smith(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
+def _smith(row: Row, task_id: str, tree: Tree, public: Json) -> Task:
     bug = str(row["patch"])
     broken = _applied(tree, bug, "patch")
     fail, keep = _ids(row, "FAIL_TO_PASS", tree), _ids(row, "PASS_TO_PASS", tree)
@@ -287,7 +266,7 @@ def _smith(row: Row, task_id: str, tree: Tree, public: dict[str, Any]) -> Task:
     return Task(task_id, {**public, "bug": bug, "removed": shown}, hidden)
 
 
-def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
+def _r2e(row: Json, task_id: str, mirror: Path) -> Task:
     repository = _repository(mirror, str(row["repo"]))
     solved = _commit(repository, str(row["commit_hash"]))
     content = _object(row.get("parsed_commit_content"))
@@ -316,7 +295,7 @@ def _r2e(row: dict[str, Any], task_id: str, mirror: Path) -> Task:
     return Task(task_id, {"mirror": str(repository), "commit": commit}, hidden)
 
 
-def _r2e_tests(content: dict[str, Any]) -> dict[str, str]:
+def _r2e_tests(content: Json) -> dict[str, str]:
     names, codes = content.get("test_file_names"), content.get("test_file_codes")
     if not isinstance(names, list) or not isinstance(codes, list) or len(names) != len(codes):
         raise InputError("The row has no test files.")
@@ -341,7 +320,7 @@ def _defined(source: str) -> frozenset[str]:
         raise InputError("A test file of the row is not Python.") from error
 
 
-def _object(value: object) -> dict[str, Any]:
+def _object(value: object) -> Json:
     value = decoded(value)
     return value if isinstance(value, dict) else {}
 

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
+from envserver_records.tasks import Json
 from envserver_tools.sandboxed import PRELOAD
 from msgspec import structs
 
@@ -60,7 +60,7 @@ _LARGEST_FOLDER_BYTES = 200 << 20
 _LEFT_BEHIND = (".git", "__pycache__", ".venv", "node_modules", ".pytest_cache", ".mypy_cache")
 
 
-def base_tree(public: dict[str, Any], in_image: Tree | None = None) -> Tree:
+def base_tree(public: Json, in_image: Tree | None = None) -> Tree:
     if "files" in public:
         return tree_of(public["files"])
     if in_image is not None:
@@ -147,7 +147,7 @@ def git(mirror: str, *arguments: str) -> bytes:
 
 
 def workspace(
-    public: dict[str, Any],
+    public: Json,
     command_seconds: float,
     in_image: Tree | None = None,
     built: Tree | None = None,
@@ -190,7 +190,7 @@ class Terminal:
         self._all = False
         self._asking = asyncio.Lock()
 
-    async def confirm(self, arguments: dict[str, Any], caller: Caller) -> bool:
+    async def confirm(self, arguments: Json, caller: Caller) -> bool:
         if not caller.task.public.get("confirm"):
             raise InputError("This task asks for no confirmation.")
         command = arguments.get("command") or arguments.get("cmd") or arguments
@@ -290,7 +290,7 @@ class ImageFiles:
     built: Tree
 
 
-def image_of(row: dict[str, Any], template: str) -> str:
+def image_of(row: Json, template: str) -> str:
     """The image of a row, or ""; in `template`, of rows that name none, `{owner}` and `{name}` are
     the parts of an `instance_id` (`django__django-1`: django, django-1)."""
     for field in ("image", "image_name", "docker_image"):
@@ -305,7 +305,7 @@ def image_of(row: dict[str, Any], template: str) -> str:
         raise ConfigError("env.image_name may hold {owner} and {name} only.") from error
 
 
-def python_of(row: dict[str, Any]) -> str:
+def python_of(row: Json) -> str:
     """The Python that a row's `test_cmd` names first; else `python`, as PATH has it."""
     said = row.get("test_cmd")
     try:

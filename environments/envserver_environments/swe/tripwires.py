@@ -5,35 +5,14 @@ where the code runs (`veiling`, `expected`) and that reports are sealed (`harnes
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from .trees import Entry, Tree
 
-_NAMES: dict[str, tuple[str, ...]] = {
-    "frames": (
-        "_getframe", "_current_frames", "currentframe", "getouterframes", "f_back", "f_globals",
-        "f_locals", "f_code", "tb_frame", "gi_frame", "cr_frame", "settrace", "setprofile",
-        "__code__", "_getframemodulename", "call_tracing", "__closure__", "cell_contents",
-        "extract_stack", "walk_stack", "capture_locals", "getargvalues", "getinnerframes",
-        "findCaller",
-    ),
-    "testing": (
-        "_pytest", "pytest", "pluggy", "PYTEST_CURRENT_TEST", "unittest", "TestReport", "CallInfo",
-        "__unittest",
-    ),
-    "memory": (
-        "get_objects", "get_referrers", "get_referents", "ctypes", "_ctypes", "cffi",
-        "process_vm_readv",
-    ),
-    "ending": ("_exit", "abort", "killpg", "_run_exitfuncs"),
-    "importing": ("meta_path", "path_hooks", "path_importer_cache", "__import__", "_bootstrap"),
-    "builtins": ("builtins", "__builtins__", "__subclasses__"),
-    "modules": ("modules",),
-    "exits": ("atexit", "register_at_fork", "excepthook"),
-    "code": ("exec", "eval", "importlib", "runpy", "marshal"),
-    "source": ("linecache", "getsource", "getsourcelines"),
-}  # fmt: skip
+_NAMES = tomllib.loads(Path(__file__).with_name("tripwires.toml").read_text(encoding="utf-8"))
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 _TEXTS = {"/proc/": "memory", "_pytest": "testing", "PYTEST_": "testing", "conftest": "testing"}
 _COMPARISONS = frozenset(

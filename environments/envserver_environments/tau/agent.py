@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from envserver_records.tasks import Json
 
 from envserver import LimitReached, PublicTask, Rollout
 
@@ -46,7 +48,7 @@ class Manner:
     protocol: Protocol  # how the assistant calls tools
 
 
-async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, domain: Domain, manner: Manner) -> Json:
     known = read_task(task.public["task"])
     episode = Episode(domain, known, manner.rules)
     begun = len(episode.messages)

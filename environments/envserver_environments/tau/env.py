@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from envserver_environments.rows import SEVERAL, DataEnvironment, copied, id_of, listed, mixed
-from pydantic import Field, field_validator
+from envserver_records.tasks import Json
+from pydantic import PositiveFloat, PositiveInt, field_validator
 
 from envserver import (
     AgentRole,
@@ -75,15 +76,15 @@ class Tau(DataEnvironment):
         strict: bool | None = None
         """Close the loopholes in tau2-bench's reward (see the README); unset: in the built-in
         domains and in the split train."""
-        max_steps: int = Field(default=100, ge=1)
+        max_steps: PositiveInt = 100
         """Maximum messages and tool rounds of both sides; beyond it the reward is 0."""
-        max_tool_errors: int = Field(default=10, ge=1)
+        max_tool_errors: PositiveInt = 10
         """Maximum failed tool calls of both sides; beyond it the reward is 0."""
-        max_turns: int = Field(default=30, ge=1)
+        max_turns: PositiveInt = 30
         """Maximum model calls of the assistant, and again of the customer."""
-        max_token_length: int = Field(default=32768, ge=1)
+        max_token_length: PositiveInt = 32768
         """Maximum training sequence length in tokens; groups with a longer one are dropped."""
-        worker_timeout: float = Field(default=600.0, gt=0)
+        worker_timeout: PositiveFloat = 600.0
         """Wall-clock seconds per rollout, from start to result."""
 
         @field_validator("tau2_data")
@@ -127,7 +128,7 @@ class Tau(DataEnvironment):
         ]
         return mixed(streams, f"mix-{self.config.seed}-{split}")
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         name, data = task.public["domain"], self.config.tau2_data
         domain = await asyncio.to_thread(find_domain, name, data, with_tasks=False)
         return await solve(task, run, domain, self._manner)
@@ -176,7 +177,7 @@ class Tau(DataEnvironment):
             verdicts=[True] * count if task.public["judged"] else None,
         ).all()
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         recorded = read_recorded_task(row)
         _task_of(self._domain(recorded.domain), recorded.task_id)
         return Task(id_of(row), {}, {"recorded": recorded.model_dump()})
@@ -198,7 +199,7 @@ class Tau(DataEnvironment):
             "judged": False,
             "context": context,
         }
-        criteria: dict[str, Any] = {"reward_basis": ["COMMUNICATE"]}
+        criteria: Json = {"reward_basis": ["COMMUNICATE"]}
         criteria["communicate_info"] = [] if asked.answer is None else [asked.answer]
         key = hashlib.blake2b(asked.question.encode(), digest_size=6).hexdigest()
         return Task(f"question-{key}", public, {"criteria": criteria, "strict": True})
@@ -284,7 +285,7 @@ class Tau(DataEnvironment):
             return bool(self.config.strict)
         return bool(task.hidden["strict"])
 
-    def _script(self, task: Task) -> Sequence[Mapping[str, Any]]:
+    def _script(self, task: Task) -> Sequence[Json]:
         return () if self.config.user == "model" else task.public["user_script"]
 
 

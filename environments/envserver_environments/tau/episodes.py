@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
+
 from .domains.toolkit import Requestor, with_whole_numbers
 from .domains.world import Domain
 from .tasks import TauMessage, TauTask, has_text, start
@@ -59,9 +61,7 @@ class Episode:
     def speaker(self) -> Requestor | None:
         return None if self.ending else self._next
 
-    def say(
-        self, content: str | None, tool_calls: Sequence[Mapping[str, Any]] = ()
-    ) -> list[TauMessage]:
+    def say(self, content: str | None, tool_calls: Sequence[Json] = ()) -> list[TauMessage]:
         """Takes the message of the side whose turn it is; returns the results of its calls, in
         order. Arguments that are not an object give an error to the caller."""
         if self.ending is not None:
@@ -137,7 +137,7 @@ class Episode:
             self.ending = self._ending_by(last)
 
 
-def is_user_stop(message: Mapping[str, Any]) -> bool:
+def is_user_stop(message: Json) -> bool:
     """The customer's tokens count anywhere in the text, but not beside calls."""
     content = message.get("content")
     if not isinstance(content, str) or message.get("tool_calls"):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel, ValidationError
 
 from envserver import Judge, Score, pass_hat_k
@@ -52,7 +53,7 @@ class Strictness(enum.Enum):
     STRICT = "strict"
 
 
-def calls_of(messages: Sequence[TauMessage]) -> list[Mapping[str, Any]]:
+def calls_of(messages: Sequence[TauMessage]) -> list[Json]:
     return [call for message in messages for call in message.get("tool_calls") or ()]
 
 
@@ -66,9 +67,7 @@ def action_matches(
     return [any(same_call(action, call, strictness) for call in calls) for action in actions]
 
 
-def same_call(
-    action: Action, call: Mapping[str, Any], strictness: Strictness = Strictness.UPSTREAM
-) -> bool:
+def same_call(action: Action, call: Json, strictness: Strictness = Strictness.UPSTREAM) -> bool:
     """Only `compare_args` count, none if that is empty. If it is unset, upstream compares the
     arguments that the call has; strictly, those that the action has."""
     if action.name != call["name"] or not isinstance(call["arguments"], Mapping):
@@ -83,7 +82,7 @@ def same_call(
     return _part(arguments, compared) == _part(action.arguments, compared)
 
 
-def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _part(arguments: Mapping[str, Any], names: Sequence[str]) -> Json:
     return {name: value for name, value in arguments.items() if name in names}
 
 
@@ -387,7 +386,7 @@ _NO = re.compile(r"\b(no|not|don't|do not|never|wait|stop)\b", re.IGNORECASE)
 
 def unconfirmed_writes(
     messages: Sequence[TauMessage], mutates: Callable[[str], bool]
-) -> list[Mapping[str, Any]]:
+) -> list[Json]:
     return [
         call
         for place, message in enumerate(messages)
@@ -397,7 +396,7 @@ def unconfirmed_writes(
     ]
 
 
-def _is_confirmed(call: Mapping[str, Any], before: Sequence[TauMessage]) -> bool:
+def _is_confirmed(call: Json, before: Sequence[TauMessage]) -> bool:
     texts = [m for m in before if has_text(m) and m["role"] != "tool"]
     answers = [place for place, m in enumerate(texts) if m["role"] == "user"]
     if not answers:

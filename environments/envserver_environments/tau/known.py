@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from envserver_environments.demonstrations import text_message
+from envserver_records.tasks import Json
 
 from envserver import KnownResult, Message, Result
 
@@ -302,7 +303,7 @@ class KnownConversations:
     ) -> KnownResult:
         """`unmet`: the judge disagrees."""
         verdicts = [False] * len(self.verdicts) if unmet and self.verdicts else self.verdicts
-        output: dict[str, Any] = {
+        output: Json = {
             "messages": [as_openai(message) for message in messages],
             "ending": "",
             "final_answer": "",

@@ -10,12 +10,13 @@ import argparse
 import hashlib
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from envserver_records.tasks import Json
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from envserver import EnvserverError, InputError
 from envserver.rows.sources import every_row
@@ -37,8 +38,8 @@ class RecordedTask(BaseModel):
     task_id: str = Field(validation_alias=AliasChoices("task_id", "id"))
     evaluation_type: EvaluationType = "all"
     nl_verdicts: list[bool] | None = None
-    max_steps: int = Field(default=100, ge=1)
-    max_errors: int = Field(default=10, ge=1)
+    max_steps: PositiveInt = 100
+    max_errors: PositiveInt = 10
     validate_communication: bool = False
     agent_may_stop: bool = False
 
@@ -52,7 +53,7 @@ class RecordedTask(BaseModel):
         )
 
 
-def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
+def read_recorded_task(row: Json) -> RecordedTask:
     try:
         return RecordedTask.model_validate(row)
     except ValidationError as error:
@@ -63,7 +64,7 @@ def read_recorded_task(row: Mapping[str, Any]) -> RecordedTask:
 
 
 def replayed(
-    domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Mapping[str, Any]]
+    domain: Domain, task: TauTask, rules: EpisodeRules, messages: Sequence[Json]
 ) -> Episode:
     episode = Episode(domain, task, rules)
     remaining = [message_of_row(message, number) for number, message in enumerate(messages)]
@@ -108,7 +109,7 @@ def _is_same(message: TauMessage, recorded: TauMessage) -> bool:
     )
 
 
-def _check_result(place: str, recorded: Mapping[str, Any], result: TauMessage) -> None:
+def _check_result(place: str, recorded: Json, result: TauMessage) -> None:
     same = same_digest(result["content"], recorded)
     if same is None:
         same = recorded.get("content") in (None, result["content"])
@@ -121,7 +122,7 @@ class Replay:
     episode: Episode
     evaluation: Evaluation
 
-    def as_row(self) -> dict[str, Any]:
+    def as_row(self) -> Json:
         """Returns the actual results in the form of a vector's `expected`."""
         world, found = self.episode.world, self.evaluation
         task = self.episode.task
@@ -148,7 +149,7 @@ class Replay:
         }
 
 
-def replay(domain: Domain, vector: Mapping[str, Any]) -> Replay:
+def replay(domain: Domain, vector: Json) -> Replay:
     recorded = read_recorded_task({"domain": domain.name, **vector})
     if recorded.task_id not in domain.tasks:
         raise InputError(f"The domain {domain.name!r} has no task {recorded.task_id!r}.")
@@ -175,12 +176,12 @@ def play(episode: Episode, agent_script: list[Any], user_script: list[Any]) -> N
         episode.say(said.get("content"), said.get("tool_calls") or ())
 
 
-def differences(vector: Mapping[str, Any], played: Replay) -> list[str]:
+def differences(vector: Json, played: Replay) -> list[str]:
     """Describes where the outcome differs from `vector`; empty: it is the same."""
     return [*_outcome_differences(vector, played), *_message_differences(vector, played)]
 
 
-def _outcome_differences(vector: Mapping[str, Any], played: Replay) -> Iterator[str]:
+def _outcome_differences(vector: Json, played: Replay) -> Iterator[str]:
     expected, row = vector["expected"], played.as_row()
     if expected.get("evaluator_error"):
         if row["evaluator_error"] is None:
@@ -196,7 +197,7 @@ def _outcome_differences(vector: Mapping[str, Any], played: Replay) -> Iterator[
         yield f"{name}: expected {expected[name]!r}, is {value!r}"
 
 
-def _message_differences(vector: Mapping[str, Any], played: Replay) -> Iterator[str]:
+def _message_differences(vector: Json, played: Replay) -> Iterator[str]:
     expected, messages = vector.get("messages"), played.episode.messages
     if expected is None:
         return
@@ -236,7 +237,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
 
 
-def _replay_all(vectors: Sequence[Mapping[str, Any]], data: Path | None) -> int:
+def _replay_all(vectors: Sequence[Json], data: Path | None) -> int:
     different = compared = 0
     for vector in vectors:
         try:
@@ -255,7 +256,7 @@ def _replay_all(vectors: Sequence[Mapping[str, Any]], data: Path | None) -> int:
     return 1 if different else 0
 
 
-def _print(vector: Mapping[str, Any], played: Replay | None, found: Sequence[str]) -> None:
+def _print(vector: Json, played: Replay | None, found: Sequence[str]) -> None:
     verdict = "DIFFERENT" if found else "equal" if "expected" in vector else "-"
     line = f"{verdict:9} {_name(vector)}"
     if played is not None:
@@ -264,5 +265,5 @@ def _print(vector: Mapping[str, Any], played: Replay | None, found: Sequence[str
     sys.stdout.write("".join([line, *(f"\n    {text}" for text in found), "\n"]))
 
 
-def _name(vector: Mapping[str, Any]) -> str:
+def _name(vector: Json) -> str:
     return str(vector.get("id") or f"{vector.get('domain')}/{vector.get('task_id')}")

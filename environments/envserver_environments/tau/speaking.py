@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import StrictDecoder, Tool, check_characters, visible_text
 from envserver_tools.protocol import RESULT_HEAD, Part, describe_tools, parse_message
 
@@ -25,7 +26,7 @@ from .tasks import TauMessage, TauTask, has_text
 # answers with an error.
 
 
-def calls_of(tool_calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def calls_of(tool_calls: Sequence[Json]) -> list[Json]:
     """A model's tool calls as an episode takes them: `{"id", "name", "arguments"}`."""
     return [_call(call) for call in tool_calls]
 
@@ -57,7 +58,7 @@ def result_for_model(result: TauMessage) -> Message:
     return {"role": "tool", "tool_call_id": result["id"], "content": result["content"]}
 
 
-def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
+def assistant_calls(*calls: tuple[str, Json]) -> Message:
     made = [
         _function_call({"id": f"call_{place}", "name": name, "arguments": arguments})
         for place, (name, arguments) in enumerate(calls)
@@ -65,7 +66,7 @@ def assistant_calls(*calls: tuple[str, Mapping[str, Any]]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Json) -> Json:
     function = call.get("function") or {}
     source = function.get("arguments")
     return {
@@ -75,7 +76,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _arguments(source: str) -> dict[str, Any] | str:
+def _arguments(source: str) -> Json | str:
     try:
         value = json.loads(source or "{}", cls=StrictDecoder)
         check_characters(source, value)
@@ -84,7 +85,7 @@ def _arguments(source: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else source
 
 
-def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _function_call(call: Json) -> Json:
     # A text that is not an object is written as a JSON string: it is read back as the text it is.
     source = json.dumps(call["arguments"])
     return {
@@ -103,7 +104,7 @@ class Utterance:
     """A side's turn: a text, or calls (`{"id", "name", "arguments"}`)."""
 
     content: str | None = None
-    calls: Sequence[dict[str, Any]] = ()
+    calls: Sequence[Json] = ()
     cut_off: bool = False  # neither text nor calls count
     dropped_words: bool = False  # there was text beside the calls
 
@@ -129,7 +130,7 @@ class ModelSpeaker:
     run: Rollout
     name: str
     system: str
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Json] = field(default_factory=list)
     history: Iterable[Message] = ()
 
     def __post_init__(self) -> None:
@@ -262,7 +263,7 @@ def _not_here(**arguments: object) -> str:
 # text, in which {result} is the last call's result}`.
 
 UserKind = Literal["auto", "script", "model"]
-Rule = Mapping[str, Any]
+Rule = Json
 
 USER = "user"
 MAX_REPEATS = 5
@@ -286,7 +287,7 @@ def customer_of(
     )
 
 
-def user_tools(world: World, task: TauTask) -> list[dict[str, Any]]:
+def user_tools(world: World, task: TauTask) -> list[Json]:
     if world.user is None:
         return []
     known = world.user.tools().values()

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from envserver_records.tasks import Json
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from envserver import InputError
 
@@ -71,7 +72,7 @@ class TauTask(BaseModel):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     id: str
-    user_scenario: dict[str, Any] = Field(default_factory=dict)
+    user_scenario: dict[str, Any] = {}
     ticket: str | None = None
     initial_state: InitialState | None = None
     evaluation_criteria: Criteria | None = None
@@ -83,7 +84,7 @@ class TauTask(BaseModel):
         return [message_of_row(message, number) for number, message in enumerate(messages or [])]
 
 
-def read_task(row: Mapping[str, Any]) -> TauTask:
+def read_task(row: Json) -> TauTask:
     try:
         return TauTask.model_validate(row)
     except ValidationError as error:
@@ -95,14 +96,16 @@ def read_task(row: Mapping[str, Any]) -> TauTask:
         ) from error
 
 
-def message_of_row(message: Mapping[str, Any], number: int) -> TauMessage:
+def message_of_row(message: Json, number: int) -> TauMessage:
     """A message of either shape in tau2-bench's."""
     role = message.get("role")
     if role not in ("assistant", "user", "tool", "system"):
         raise InputError(f"message {number}: the role {role!r} is unknown.")
     content = _text(message.get("content"))
     if role == "tool":
-        known = {k: message[k] for k in ("content_sha256", "error", "requestor") if k in message}
+        known: Json = {
+            k: message[k] for k in ("content_sha256", "error", "requestor") if k in message
+        }
         return {
             "requestor": "assistant",
             "error": False,
@@ -145,7 +148,7 @@ def _text(content: Any) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def has_text(message: Mapping[str, Any]) -> bool:
+def has_text(message: Json) -> bool:
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip())
 
@@ -198,7 +201,7 @@ def replay_messages(world: World, messages: Sequence[TauMessage]) -> None:
 
 def calls_with_results(
     messages: Sequence[TauMessage],
-) -> Iterator[tuple[Mapping[str, Any], TauMessage]]:
+) -> Iterator[tuple[Json, TauMessage]]:
     remaining = iter(messages)
     for message in remaining:
         if message["role"] == "tool":
@@ -219,7 +222,7 @@ def _same_result(result: CallResult, recorded: TauMessage) -> bool:
     return same
 
 
-def same_digest(content: str, recorded: Mapping[str, Any]) -> bool | None:
+def same_digest(content: str, recorded: Json) -> bool | None:
     """Is it the recorded one, of which only a digest was kept? None: all of it was."""
     if recorded.get("content") is not None or "content_sha256" not in recorded:
         return None

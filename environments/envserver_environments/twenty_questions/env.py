@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.rows import copied
+from envserver_records.tasks import Json
 
 from envserver import (
     Caller,
@@ -71,7 +72,7 @@ class TwentyQuestions(Environment):
         known = read_things(self.config.things_path)
         return nullcontext(Services({"ask": ask}, state=lambda task: Game(task, known)))
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         rules = _RULES.format(
             things=", ".join(task.public["things"]), words=", ".join(task.public["words"])
         )
@@ -135,7 +136,7 @@ class Game:
         return abs(sum(word in self._known[one] for one in self.left) - len(self.left) / 2)
 
 
-async def ask(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+async def ask(arguments: Json, caller: Caller) -> Json:
     """Answers a question; a text that is not a question gets an error and no reward."""
     word = arguments.get("word")
     if word not in caller.task.public["words"]:

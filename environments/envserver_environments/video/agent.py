@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import (
     MAX_RESULT_CHARACTERS,
     Tool,
@@ -50,7 +51,7 @@ _RANGE = {
 }
 
 
-def _number(most: int, description: str) -> dict[str, Any]:
+def _number(most: int, description: str) -> Json:
     return {"type": "integer", "minimum": 1, "maximum": most, "description": description}
 
 
@@ -173,7 +174,7 @@ MAX_SHOWN = 128
 class FrameViewer:
     def __init__(self, run: Rollout) -> None:
         self._run = run
-        self._next: list[dict[str, Any]] = []
+        self._next: list[Json] = []
         self._shown = 0
 
     async def show(self, t0: float = 0.0, t1: float | None = None) -> str:
@@ -343,7 +344,7 @@ class Agent:
         self._run.log_action("reason", {"agent": self.name, "seen": seen}, readable(reply))
         return reply
 
-    def _tell(self, calls: list[dict[str, Any]], text: str) -> None:
+    def _tell(self, calls: list[Json], text: str) -> None:
         self._messages += [
             {"role": "tool", "tool_call_id": call.get("id", ""), "content": text} for call in calls
         ]

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
+from envserver_records.tasks import Json
+
 from envserver import InputError
 
 Modality = Literal["captions", "transcript", "scene_graph"]
@@ -83,11 +85,11 @@ class VideoContext:
         """Returns the end of the last line; 0.0 without any."""
         return max((line.t1 for name in MODALITIES for line in getattr(self, name)), default=0.0)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         return {name: [asdict(line) for line in getattr(self, name)] for name in self.modalities}
 
     @classmethod
-    def of_json(cls, value: dict[str, Any]) -> VideoContext:
+    def of_json(cls, value: Json) -> VideoContext:
         return cls(**{name: tuple(Line(**line) for line in value[name]) for name in value})
 
 
@@ -163,12 +165,12 @@ def _raw_line(value: Any) -> _RawLine:
     return _RawLine(f"{speaker}: {text}" if speaker else text, *_times(value))
 
 
-def _relations(moment: dict[str, Any]) -> _RawLine:
+def _relations(moment: Json) -> _RawLine:
     triples = [f"({', '.join(str(part) for part in triple)})" for triple in moment["triples"]]
     return _RawLine(" ".join(triples), *_times(moment))
 
 
-def _times(value: dict[str, Any]) -> tuple[float | None, float | None]:
+def _times(value: Json) -> tuple[float | None, float | None]:
     moment = value.get("timestamp")
     start, end = moment if isinstance(moment, list) else (moment, None)
     for name in ("t0", "t", "start", "begin", "start_time"):

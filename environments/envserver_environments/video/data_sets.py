@@ -17,23 +17,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envserver_environments.rows import (
-    OPTIONS,
     DataSets,
     FirstOption,
-    Hub,
     Row,
     fields_of,
     missing,
     option_place,
     options_of,
+    published,
     roles_of,
     rows_within,
     spelled,
     split_options,
-    table_of,
     text_of,
     value_at,
 )
+from envserver_records.tasks import Json
 
 from envserver import ConfigError, InputError, NotFoundError
 from envserver.rows.sources import every_row
@@ -43,28 +42,7 @@ from .frames.store import SUFFIXES, pictures_in
 
 DataSetName = Literal["sample", "nextqa", "egoschema", "captions"]
 
-ROLES = table_of(
-    question="question, Question, problem, query, q, question_text",
-    video=(
-        "videoID, video.path, video, video_id, q_uid, video_idx, video_name, video_filename, "
-        "vid_name, vid, video_uid, metadata.video_id, video_path, file, path"
-    ),
-    options=OPTIONS,
-    answer="answer, truth, correct_answer, answer_value, label, gt, solution",
-    index=(
-        "answer_id, answer_number, correct_idx, answer_idx, answer_index, correct_choice, "
-        "correct_index"
-    ),
-    aliases="additional_ref_answer",
-    id="question_id, qid, id",
-    type="type, question_type, task_type, question_category, area",
-    context="context, subtitles, subtitle, sub",
-    captions="subtitle_path, captions_path",
-    file="file, video_path, path",
-    start="start",
-    end="end",
-    evidence="evidence, ts",
-)
+ROLES, HUBS = published(__file__)
 """index: the place of the right option, from 0; start, end: the part of the video that the question
 is about; captions: a file of them."""
 _COLUMN = re.compile(
@@ -123,7 +101,7 @@ def _judged(row: Row) -> list[Row]:
 
 def read_item(
     row: Row,
-    answers: Mapping[str, Any] | None = None,
+    answers: Json | None = None,
     columns: Mapping[str, str] | None = None,
     first: FirstOption = lambda: 0,
 ) -> VideoQuestion:
@@ -158,7 +136,7 @@ def read_item(
     )
 
 
-def _part(found: Mapping[str, Any]) -> str:
+def _part(found: Json) -> str:
     """Says which part of the video the question is about (MVBench, STAR)."""
     try:
         start, end = float(found["start"]), float(found["end"])
@@ -169,8 +147,8 @@ def _part(found: Mapping[str, Any]) -> str:
 
 
 def _answered(
-    row: Row, question: str, found: Mapping[str, Any], counted_from: FirstOption
-) -> tuple[str, list[str], dict[str, Any]]:
+    row: Row, question: str, found: Json, counted_from: FirstOption
+) -> tuple[str, list[str], Json]:
     """The question without its options, they, and the right one or the right answers in words."""
     names = sorted(filter(_COLUMN.fullmatch, row))
     if "options" in found or len(names) < 2:
@@ -225,18 +203,14 @@ DATA = Path(__file__).parent / "data"
 SAMPLE = DATA / "questions.jsonl"
 SAMPLE_VIDEOS = DATA / "videos"
 
-HUBS: dict[str, Hub] = {
-    "nextqa": Hub("lmms-lab/NExTQA", {"test": "test"}, ("MC",)),
-    "egoschema": Hub("lmms-lab/egoschema", {"test": "test"}, ("Subset",)),
-}
 DATA_SETS = DataSets(SAMPLE, HUBS)
 MAX_CONTEXT_BYTES = 16 << 20
 
 
-def answers_file(path: Path | None) -> dict[str, Any]:
+def answers_file(path: Path | None) -> Json:
     """Answers by video or question: an object of them as EgoSchema's `subset_answers.json`, or rows
     of `question_id` and `answer` as ActivityNet-QA's `test_a.json`."""
-    answers: dict[str, Any] = {}
+    answers: Json = {}
     for row in every_row(path) if path is not None else ():
         found = roles_of(row, ROLES, {})
         is_answer = "answer" in found and "id" in found
@@ -308,7 +282,7 @@ class Videos:
         self._fps = fps
         self._place = place
         self._folder = Folder(place)
-        self._all: dict[str, Any] | None = None
+        self._all: Json | None = None
         if not place.exists():
             raise NotFoundError(f"There are no captions at {str(place)!r}.")
         if place.is_file():
@@ -326,7 +300,7 @@ class Videos:
         return None if file is None else context_file(self._place / file, self._fps)
 
 
-def _by_video(place: Path) -> dict[str, Any]:
+def _by_video(place: Path) -> Json:
     roles = {"video": ROLES["video"], "context": (*ROLES["context"], *MODALITIES, "text")}
     found = [roles_of(row, roles, {}) for row in every_row(place)]
     if not all(len(one) == len(roles) for one in found):

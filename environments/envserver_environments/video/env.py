@@ -12,7 +12,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from envserver_environments.answers import doubtful_option
 from envserver_environments.rows import (
@@ -25,7 +24,8 @@ from envserver_environments.rows import (
     id_of,
     made,
 )
-from pydantic import Field
+from envserver_records.tasks import Json
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from envserver import (
     AgentRole,
@@ -92,29 +92,29 @@ class Video(DataEnvironment):
         """Answers by video or question, for rows without one (EgoSchema's subset_answers.json)."""
         captions_path: Path | None = None
         """Captions: a folder of NAME.txt, .srt, .vtt or .json, or one JSON file keyed by name."""
-        caption_fps: float = Field(default=1.0, gt=0)
+        caption_fps: PositiveFloat = 1.0
         """Captions per second, if captions are a plain list."""
         frames: Frames = "off"
         """Show the model frames of video files: all at once, or by its tool view_frames (tool)."""
         videos_path: Path | None = None
         """Folder of the videos, as files or folders of frames; unset: the folder of data_path."""
-        folder_fps: float = Field(default=1.0, gt=0)
+        folder_fps: PositiveFloat = 1.0
         """Frames per second of a video, where they are pictures in a folder."""
         frame_count: int = Field(default=8, ge=1, le=64)
         """Frames of a video (all), or of each part of it that the model views (tool)."""
-        frame_seconds: float | None = Field(default=None, gt=0)
+        frame_seconds: PositiveFloat | None = None
         """Seconds from a frame to the next, as far as frame_count allows; unset: evenly spread."""
         frame_side: int = Field(default=448, ge=16, le=2048)
         """Longest side of a frame in pixels; smaller videos stay as they are."""
-        decode_seconds: int = Field(default=20, ge=1)
+        decode_seconds: PositiveInt = 20
         """Processor seconds for the frames of one request."""
         decode_memory_mb: int = Field(default=1024, ge=256)
         """Memory for that, in MB."""
-        max_video_mb: int = Field(default=4096, ge=1)
+        max_video_mb: PositiveInt = 4096
         """Maximum size of a video file, in MB."""
-        max_megapixels: int = Field(default=40, ge=1)
+        max_megapixels: PositiveInt = 40
         """Maximum width times height of a video, in millions."""
-        frame_cache_mb: int = Field(default=256, ge=1)
+        frame_cache_mb: PositiveInt = 256
         """Decoded frames that are kept for further rollouts, in MB."""
         mode: Mode = "single"
         """single: one agent; report: experts, and an organizer if they disagree; star: an
@@ -125,7 +125,7 @@ class Video(DataEnvironment):
         """Baseline: ask the question without the video and without tools."""
         shuffle_options: bool = True
         """Shuffle options by seed and task; a group shares one order."""
-        max_rounds: int = Field(default=8, ge=1)
+        max_rounds: PositiveInt = 8
         """Maximum messages of the organizer in mode star."""
         organizer_schema: bool = False
         """Force the organizer's JSON schema in mode report; its tokens are then not trained."""
@@ -140,7 +140,7 @@ class Video(DataEnvironment):
         options: list[str] = []
         """Answer options in order; without options the answer is free text."""
 
-    def baselines(self) -> dict[str, dict[str, Any]]:
+    def baselines(self) -> dict[str, Json]:
         return {"blind": {"blind": True}}
 
     def agents(self) -> Mapping[str, AgentRole]:
@@ -189,7 +189,7 @@ class Video(DataEnvironment):
         name = config.data_path.name if config.data_path else config.data_set
         return self.rows.usable(name, made(rows, task), hint=_HOW_TO_GIVE)
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         return await solve(task, run, self.config)
 
     def score(self, task: Task, result: Result) -> Score:
@@ -204,7 +204,7 @@ class Video(DataEnvironment):
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         return known_answers(task)
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         # A response can be scored without the question that it answers.
         first = self.config.first_option or 0
         row = {"question": "?", **row}
@@ -287,7 +287,7 @@ def _task(
     file: str | None = None,
 ) -> Task:
     """The task of an item; `order`: places in the item's options, in the order that is shown."""
-    hidden: dict[str, Any] = {"type": item.type, "evidence": item.evidence}
+    hidden: Json = {"type": item.type, "evidence": item.evidence}
     if item.answer is None:
         hidden["golds"] = item.golds
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from envserver_environments.demonstrations import (
     Known,
@@ -13,6 +12,7 @@ from envserver_environments.demonstrations import (
     text_message,
     written_call,
 )
+from envserver_records.tasks import Json
 
 from envserver import KnownResult, Message, Task
 
@@ -98,7 +98,7 @@ def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Messa
     return [*asked, _calls("route", final, protocol)]
 
 
-def _calls(name: str, arguments: dict[str, Any], protocol: Protocol) -> Message:
+def _calls(name: str, arguments: Json, protocol: Protocol) -> Message:
     if protocol == "text":
         return written_call(name, "I look there.", **arguments)
     return call_message(name, **arguments)
@@ -151,7 +151,7 @@ def _of_options(gold: str, options: list[str]) -> Iterator[KnownResult]:
             yield _KNOWN.wrong("another option", answer=letter)
 
 
-def _of_words(gold: str, public: dict[str, Any]) -> Iterator[KnownResult]:
+def _of_words(gold: str, public: Json) -> Iterator[KnownResult]:
     yield _KNOWN.right("gold, in other letters", answer=f"{gold.upper()}!")
     captions = [line["text"] for line in (public["context"] or {}).get("captions", [])]
     yield _KNOWN.wrong("all captions", answer=" ".join(captions))

@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from envserver_records.tasks import Json
 from envserver_records.waiting import cancel_and_wait
 from envserver_tools.calling import Tool, ToolError, cut, function_tool, toolbox
 
@@ -56,7 +57,7 @@ _BEGINNING = 300
 T = TypeVar("T")
 
 
-async def solve(task: PublicTask, run: Rollout, config: Video.Config) -> dict[str, Any]:
+async def solve(task: PublicTask, run: Rollout, config: Video.Config) -> Json:
     public = task.public
     experts: dict[str, AgentAnswer] = {}
     if config.blind:
@@ -73,7 +74,7 @@ async def solve(task: PublicTask, run: Rollout, config: Video.Config) -> dict[st
     return {"answer": answer.answer, "text": answer.text, "experts": answers, "final_answer": final}
 
 
-async def _blind(public: dict[str, Any], run: Rollout) -> AgentAnswer:
+async def _blind(public: Json, run: Rollout) -> AgentAnswer:
     messages = [
         {"role": "system", "content": system_prompt("blind")},
         {"role": "user", "content": question(public)},
@@ -85,7 +86,7 @@ async def _blind(public: dict[str, Any], run: Rollout) -> AgentAnswer:
 
 class _Team:
     def __init__(
-        self, run: Rollout, config: Video.Config, public: dict[str, Any], context: VideoContext
+        self, run: Rollout, config: Video.Config, public: Json, context: VideoContext
     ) -> None:
         self._run = run
         self._config = config
@@ -133,7 +134,7 @@ class _Team:
             {"role": "system", "content": self._organizer_prompt("organizer_report")},
             {"role": "user", "content": f"{self._question}\n\n{reports(expert_reports)}"},
         ]
-        how: dict[str, Any] = {}
+        how: Json = {}
         if self._config.organizer_schema:
             how["response_format"] = _schema(self._options)
         reply = await self._run.chat(messages, agent=ORGANIZER, **how)
@@ -267,7 +268,7 @@ async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
         await cancel_and_wait(*tasks)
 
 
-def _schema(options: list[str]) -> dict[str, Any]:
+def _schema(options: list[str]) -> Json:
     letters = [f"Option {chr(ord('A') + place)}" for place in range(len(options))]
     answer = {"type": "string", "enum": letters} if options else {"type": "string"}
     schema = {

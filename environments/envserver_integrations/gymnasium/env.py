@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from envserver_records.tasks import Json
+from pydantic import Field, PositiveInt
 
 from envserver import (
     ConfigError,
@@ -193,7 +194,7 @@ class Gymnasium(Environment):
     demonstrations_solve = False
 
     class Config(Environment.Config):
-        max_turns: int = Field(default=50, ge=1)
+        max_turns: PositiveInt = 50
         """Maximum steps, unless the environment ends before."""
         options: dict[str, Any] = {}
         """Arguments of `gymnasium.make`, such as {"is_slippery": false}."""
@@ -222,7 +223,7 @@ class Gymnasium(Environment):
         is clipped. Unset: (0, 1), or what is known of Gymnasium's own."""
         invalid_reward: float = 0.0
         """Reward, before the division, of a turn whose answer names no action."""
-        most_invalid: int = Field(default=3, ge=1)
+        most_invalid: PositiveInt = 3
         """Answers in a row without an action that end the episode."""
         moves: list[str] = []
         """What the simulated engine says, over and over; unset: actions at random."""
@@ -240,7 +241,7 @@ class Gymnasium(Environment):
         for number in itertools.count():
             yield Task(f"{split}-{number}", {"seed": rng.randrange(2**31)})
 
-    def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    def rollout(self, task: PublicTask, run: Rollout) -> Json:
         """Plays an episode, in a thread: a step may take long."""
         env = made(self.world, self.config.options)
         try:
@@ -248,7 +249,7 @@ class Gymnasium(Environment):
         finally:
             env.close()
 
-    def _played(self, env: Any, seed: int, run: Rollout) -> dict[str, Any]:
+    def _played(self, env: Any, seed: int, run: Rollout) -> Json:
         config, space = self.config, env.action_space
         names, answer = self._action_names(space), self._answer(space)
         facts = {
@@ -347,7 +348,7 @@ def gymnasium_environment(world: str) -> type[Environment]:
     return type("Gymnasium", (Gymnasium,), {**about, "__module__": __name__})
 
 
-def made(world: str, options: dict[str, Any]) -> Any:
+def made(world: str, options: Json) -> Any:
     """Makes an environment; it draws pictures in text where it can."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator

@@ -18,10 +18,11 @@ from typing import Any, ClassVar
 
 from envserver_environments.demonstrations import call_message, text_message
 from envserver_environments.swe.trees import Tree, tar_of, tree_of_tar
+from envserver_records.tasks import Json
 from envserver_tools.loop import chat_with_tools
 from envserver_tools.sandboxed import PRELOAD, sandbox_tools
 from msgspec import structs
-from pydantic import Field
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from envserver import (
     ConfigError,
@@ -102,11 +103,11 @@ class Harbor(Environment):
         """Maximum seconds per command of the agent."""
         test_seconds: float = Field(default=590.0, gt=0, le=590)
         """Maximum seconds of the tests; a task may ask for less."""
-        max_turns: int = Field(default=50, ge=1)
+        max_turns: PositiveInt = 50
         """Maximum model calls per rollout."""
-        worker_timeout: float = Field(default=900.0, gt=0)
+        worker_timeout: PositiveFloat = 900.0
         """Wall-clock seconds per rollout."""
-        max_token_length: int = Field(default=65_536, ge=1)
+        max_token_length: PositiveInt = 65_536
         """Maximum training sequence length in tokens; groups with a longer one are dropped."""
 
     def __init__(self, config: Any = None) -> None:
@@ -130,7 +131,7 @@ class Harbor(Environment):
                 hint="--env.images false runs tasks without an image, where they allow it.",
             )
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         base = await _base(task.public, run.open_sandbox)
         async with run.open_sandbox(_spec(task.public, base)) as sandbox:
             history = [
@@ -151,7 +152,7 @@ class Harbor(Environment):
             )
         base = _unpacked(task.public["files"])
 
-        async def files(workspace: Sandbox, words: str) -> dict[str, Any]:
+        async def files(workspace: Sandbox, words: str) -> Json:
             return await changes_in(workspace, base)
 
         instruction = task.public["instruction"]
@@ -208,7 +209,7 @@ def harbor_environment(folder: Path) -> type[Environment]:
     return type("Harbor", (Harbor,), facts)
 
 
-async def _base(public: dict[str, Any], open_sandbox: Open) -> Tree:
+async def _base(public: Json, open_sandbox: Open) -> Tree:
     """The files that the workspace begins with; those of an image are read in a container in which
     nothing of an agent has run."""
     if not public["image"]:
@@ -222,7 +223,7 @@ async def _base(public: dict[str, Any], open_sandbox: Open) -> Tree:
     return tree_of_tar(data)
 
 
-def _spec(public: dict[str, Any], base: Tree) -> SandboxSpec:
+def _spec(public: Json, base: Tree) -> SandboxSpec:
     hides = (public["workdir"],) if public["image"] else ()
     return structs.replace(
         SPEC,

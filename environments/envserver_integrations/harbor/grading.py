@@ -19,6 +19,7 @@ from typing import Any
 
 from envserver_environments.swe.repositories import entry_of
 from envserver_environments.swe.trees import Entry, Tree, tar_of, tree_of_tar
+from envserver_records.tasks import Json
 from msgspec import structs
 
 from envserver import ExecResult, InputError, Sandbox, SandboxError, Sandboxes, SandboxSpec, Score
@@ -120,7 +121,7 @@ class _Moved:
             return entry
 
 
-def _environment(folder: Path, facts: dict[str, Any]) -> tuple[str, str, Tree, dict[str, str], str]:
+def _environment(folder: Path, facts: Json) -> tuple[str, str, Tree, dict[str, str], str]:
     """Image, working directory, files, variables, and why an image is needed ("": it is not)."""
     image, workdir, needs = str(facts.get("docker_image") or ""), _WORKDIR, ""
     env, tree = _variables(facts), Tree()
@@ -190,16 +191,16 @@ def _files(folder: Path) -> Tree:
     return {path.relative_to(folder).as_posix(): entry_of(path) for path in paths}
 
 
-def _table(facts: dict[str, Any], name: str) -> dict[str, Any]:
+def _table(facts: Json, name: str) -> Json:
     value = facts.get(name)
     return value if isinstance(value, dict) else {}
 
 
-def _variables(table: dict[str, Any]) -> dict[str, str]:
+def _variables(table: Json) -> dict[str, str]:
     return {name: str(value) for name, value in _table(table, "env").items()}
 
 
-def _seconds(table: dict[str, Any]) -> float | None:
+def _seconds(table: Json) -> float | None:
     value = table.get("timeout_sec")
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
@@ -324,7 +325,7 @@ print(json.dumps(sorted(set(base) - seen)))
 """
 
 
-async def changes_in(sandbox: Sandbox, base: Tree) -> dict[str, Any]:
+async def changes_in(sandbox: Sandbox, base: Tree) -> Json:
     """What differs from `base`: `{"deleted": [path], "changed": [base64]}`, or `{"too_large":
     bytes}`."""
     known = {path: _digest(entry) for path, entry in base.items()}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from envserver import (
     AgentRole,
@@ -44,12 +44,12 @@ class InspectTask(Environment):
     spec: ClassVar[str]
 
     class Config(Environment.Config):
-        args: dict[str, Any] = Field(default_factory=dict)
+        args: dict[str, Any] = {}
         """Arguments of the task's function, as JSON: {"difficulty": "hard"}."""
         scoring: Literal["auto", "scorer", "rollout"] = "auto"
         """Where scorers run. rollout: in the worker, with the sandbox and the target; scorer: in
         envserver's scorer process; auto: rollout for tasks with a sandbox."""
-        weights: dict[str, float] = Field(default_factory=dict)
+        weights: dict[str, float] = {}
         """Weights of SCORER or SCORER/KEY, as JSON; the reward is their weighted mean. Needed for
         tasks with several scorers."""
         lowest_value: float = 0.0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from envserver_records.tasks import Json
 from inspect_ai import Task, score_async
 from inspect_ai.dataset import Sample
 from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalSample, EvalSpec
@@ -74,10 +75,10 @@ def named_scorers(task: Task) -> dict[str, Scorer]:
 
 async def score_state(
     task: Task, sample: Sample, hidden: Mapping[str, Any], state: State, judge: Judge
-) -> dict[str, Any]:
+) -> Json:
     """Runs the task's scorers outside of the rollout, with the judge as their model; returns their
     values."""
-    values: dict[str, Any] = {}
+    values: Json = {}
 
     @scorer(metrics=[])  # type: ignore[untyped-decorator, unused-ignore]
     def all_scorers() -> Scorer:

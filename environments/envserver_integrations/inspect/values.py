@@ -22,6 +22,7 @@ from typing import Any
 
 import inspect_ai._eval.loader as inspect_loader
 import inspect_ai._util.entrypoints as entrypoints
+from envserver_records.tasks import Json
 from inspect_ai import Task
 from inspect_ai._util.decorator import parse_decorators
 from inspect_ai._util.registry import registry_lookup
@@ -176,14 +177,14 @@ def samples_by_id(task: Task) -> dict[str, Sample]:
     return samples
 
 
-def public_part(sample: Sample) -> dict[str, Any]:
+def public_part(sample: Sample) -> Json:
     """Returns what a worker may know of a sample: no target, no metadata."""
     text: Any = to_jsonable_python(sample.input, fallback=str, exclude_none=True)
     choices = {"choices": sample.choices} if sample.choices else {}
     return {"input": _without_ids(text), **choices, "fingerprint": fingerprint(sample)}
 
 
-def hidden_part(sample: Sample) -> dict[str, Any]:
+def hidden_part(sample: Sample) -> Json:
     metadata: Any = to_jsonable_python(sample.metadata or {}, fallback=str)
     return {"target": sample.target, "metadata": metadata}
 

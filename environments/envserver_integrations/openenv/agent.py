@@ -6,28 +6,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import orjson
+from envserver_records.tasks import Json
 
 from envserver import Message, Reply, Rollout
 
 Mode = Literal["tools", "text", "act"]
-ACT: Final = "act"
-_OURS: Final = ("type", "metadata", "tool_name", "arguments", "tool_calls")
+ACT = "act"
+_OURS = ("type", "metadata", "tool_name", "arguments", "tool_calls")
 """Fields of actions that no text goes into."""
-_ABOUT: Final = ("done", "reward", "metadata")
-_PLACE: Final = re.compile(r"\{(\w+)\}")
+_ABOUT = ("done", "reward", "metadata")
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
-def mode_of(schema: Mapping[str, Any]) -> Mode:
+def mode_of(schema: Json) -> Mode:
     if "tool_name" in _properties(schema):
         return "tools"
     return "text" if text_field(schema) else "act"
 
 
-def text_field(schema: Mapping[str, Any]) -> str | None:
+def text_field(schema: Json) -> str | None:
     """Returns the only field of text; None: there is none, or there are other fields."""
     fields = [name for name in _properties(schema) if name not in _OURS]
     if len(fields) != 1 or _properties(schema)[fields[0]].get("type") != "string":
@@ -35,7 +35,7 @@ def text_field(schema: Mapping[str, Any]) -> str | None:
     return fields[0]
 
 
-def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
+def act_tool(schema: Json) -> Json:
     kept = {key: value for key, value in schema.items() if key not in ("title", "description")}
     fields = {name: one for name, one in _properties(schema).items() if name != "metadata"}
     return _function(
@@ -45,7 +45,7 @@ def act_tool(schema: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tools_of(listed: Json) -> list[Json]:
     """Returns the tools of an answer to `list_tools`, in OpenAI's form."""
     tools = listed.get("tools")
     return [
@@ -59,7 +59,7 @@ def tools_of(listed: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def filled(template: str, answer: str) -> dict[str, Any]:
+def filled(template: str, answer: str) -> Json:
     """Returns the action of a JSON template in which "{answer}" stands for the model's text."""
     made = json.loads(template)
     if not isinstance(made, dict):
@@ -69,7 +69,7 @@ def filled(template: str, answer: str) -> dict[str, Any]:
     return found
 
 
-def conversation(observation: Mapping[str, Any]) -> list[Message] | None:
+def conversation(observation: Json) -> list[Message] | None:
     """Returns the messages that an observation carries, as envserver's servers give them."""
     messages = observation.get("messages")
     if not isinstance(messages, list) or not messages or "available_tools" not in observation:
@@ -78,7 +78,7 @@ def conversation(observation: Mapping[str, Any]) -> list[Message] | None:
     return messages if alike else None
 
 
-def text_of_observation(observation: Mapping[str, Any], template: str) -> str:
+def text_of_observation(observation: Json, template: str) -> str:
     """Fills the template with fields of the observation; without one: its only field, or all as
     JSON."""
     if template:
@@ -93,7 +93,7 @@ def text_of_observation(observation: Mapping[str, Any], template: str) -> str:
     return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
-def text_of_result(observation: Mapping[str, Any]) -> str:
+def text_of_result(observation: Json) -> str:
     error = observation.get("error")
     if error:
         return f"Error: {error.get('message', error) if isinstance(error, dict) else error}"
@@ -108,7 +108,7 @@ def text_of_result(observation: Mapping[str, Any]) -> str:
     return _as_text(result)
 
 
-def _properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _properties(schema: Json) -> dict[str, Json]:
     found = schema.get("properties")
     return {
         name: one if isinstance(one, dict) else {}
@@ -117,7 +117,7 @@ def _properties(schema: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _function(name: str, description: str, parameters: Any) -> dict[str, Any]:
+def _function(name: str, description: str, parameters: Any) -> Json:
     return {
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
@@ -140,7 +140,7 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-_BEGIN: Final = "Use the tools."
+_BEGIN = "Use the tools."
 """The first message where the first observation says nothing."""
 
 
@@ -152,9 +152,9 @@ class Player:
         self._config = config
         self._run = run
         self._messages: list[Message] = []
-        self._how: dict[str, Any] = {}
+        self._how: Json = {}
 
-    async def play(self, reset: Mapping[str, Any]) -> None:
+    async def play(self, reset: Json) -> None:
         """Plays until the server says that it is done, or the model neither acts nor answers where
         it must act by tools."""
         run, config = self._run, self._config
@@ -202,7 +202,7 @@ class Player:
             answer = {"role": "tool", "tool_call_id": call["id"], "content": text}
             self._messages = [*self._messages, answer]
 
-    async def _called(self, function: Mapping[str, Any]) -> str:
+    async def _called(self, function: Json) -> str:
         try:
             arguments = orjson.loads(function["arguments"] or "{}")
             orjson.dumps(arguments)  # what is nested too deeply cannot be sent
@@ -225,8 +225,8 @@ class Player:
             return text_of_observation(observation, self._config.observation)
         return text_of_result(observation)
 
-    async def _step(self, action: dict[str, Any]) -> dict[str, Any]:
-        result: dict[str, Any] = await self._run.call_tool("step", {"action": action})
+    async def _step(self, action: Json) -> Json:
+        result: Json = await self._run.call_tool("step", {"action": action})
         if "invalid" in result:
             return result
         self.done = result["done"]

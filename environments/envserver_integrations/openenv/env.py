@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, SecretStr, field_validator
 
 from envserver import (
     ConfigError,
@@ -63,7 +63,7 @@ class OpenEnv(Environment):
         """Arguments of every reset, beside the seed."""
         rows: Path | None = None
         """File (.jsonl, .json, .csv, ...) with the reset arguments of each task; unset: seeds."""
-        seeds: int | None = Field(default=None, ge=1)
+        seeds: PositiveInt | None = None
         """Number of tasks that are seeds; unset: endless."""
         reward: Literal["sum", "last"] = "sum"
         """The reward of a rollout: the sum of its steps', each a reward of its turn, or the last
@@ -73,11 +73,11 @@ class OpenEnv(Environment):
         or the model (it gets the refusal)."""
         token: SecretStr | None = None
         """Bearer token for the server."""
-        connect_seconds: float = Field(default=10.0, gt=0)
+        connect_seconds: PositiveFloat = 10.0
         """Seconds to connect."""
-        answer_seconds: float = Field(default=60.0, gt=0)
+        answer_seconds: PositiveFloat = 60.0
         """Seconds for each answer of the server."""
-        wait_seconds: float = Field(default=120.0, ge=0)
+        wait_seconds: NonNegativeFloat = 120.0
         """Seconds to wait for a session of a server that is full."""
 
         @field_validator("action")

@@ -10,17 +10,18 @@ import random
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
+from envserver_records.tasks import Json
 
 from envserver import Caller, ConfigError, Service, ServiceError, Services, Task
 
 from .agent import ACT, act_tool, mode_of, text_field, tools_of
 
-_MOST_BYTES: Final = 16 << 20
-_MOST_TEXT: Final = 500
+_MOST_BYTES = 16 << 20
+_MOST_TEXT = 500
 
 
 class InvalidAction(Exception):
@@ -31,7 +32,7 @@ class Full(Exception):
     """The server has as many sessions as it may."""
 
 
-def step_result(data: Any) -> dict[str, Any]:
+def step_result(data: Any) -> Json:
     """Checks the answer to a reset or a step: its `observation`, `reward` and `done`."""
     found = data if isinstance(data, dict) else {}
     observation, reward = found.get("observation"), found.get("reward")
@@ -50,7 +51,7 @@ class Session:
         self._blames_model = config.server_errors == "model"
         self._turn = asyncio.Lock()
 
-    async def reset(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    async def reset(self, arguments: Json) -> Json:
         try:
             return step_result(await self._ask("reset", dict(arguments)))
         except InvalidAction as error:
@@ -58,10 +59,10 @@ class Session:
                 f"The OpenEnv server cannot reset: {error}", hint="See --env.reset."
             ) from error
 
-    async def step(self, action: Mapping[str, Any]) -> dict[str, Any]:
+    async def step(self, action: Json) -> Json:
         return step_result(await self._ask("step", dict(action)))
 
-    async def _ask(self, kind: str, data: dict[str, Any]) -> Any:
+    async def _ask(self, kind: str, data: Json) -> Any:
         async with self._turn:
             try:
                 async with asyncio.timeout(self._seconds):
@@ -123,7 +124,7 @@ async def session(http: aiohttp.ClientSession, url: str, config: Any) -> AsyncIt
         await socket.close()
 
 
-async def action_schema(http: aiohttp.ClientSession, url: str, config: Any) -> dict[str, Any]:
+async def action_schema(http: aiohttp.ClientSession, url: str, config: Any) -> Json:
     try:
         async with asyncio.timeout(config.answer_seconds), http.get(f"{url}/schema") as answer:
             answer.raise_for_status()
@@ -251,7 +252,7 @@ class _Server:
     def __init__(self, http: aiohttp.ClientSession, url: str, config: Any) -> None:
         self._server = (http, url, config)
         self._wait_seconds: float = config.wait_seconds
-        self._schema: dict[str, Any] | None = None
+        self._schema: Json | None = None
 
     @asynccontextmanager
     async def play(self, task: Task) -> AsyncIterator[_Play]:
@@ -277,10 +278,10 @@ class _Server:
 
 class _Play(NamedTuple):
     session: Session
-    first: dict[str, Any]
+    first: Json
 
 
-async def _play(session: Session, first: dict[str, Any], schema: dict[str, Any]) -> _Play:
+async def _play(session: Session, first: Json, schema: Json) -> _Play:
     mode = mode_of(schema)
     tools = [act_tool(schema)] if mode == "act" else []
     if mode == "tools" and not first["done"]:
@@ -292,11 +293,11 @@ async def _play(session: Session, first: dict[str, Any], schema: dict[str, Any])
     return _Play(session, {**first, **facts})
 
 
-async def _begin(arguments: dict[str, Any], caller: Caller) -> Any:
+async def _begin(arguments: Json, caller: Caller) -> Any:
     return caller.state.first
 
 
-async def _step(arguments: dict[str, Any], caller: Caller) -> Any:
+async def _step(arguments: Json, caller: Caller) -> Any:
     """Takes an action; `invalid` says why the server refuses it."""
     try:
         return await caller.state.session.step(arguments["action"])

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from envserver import (
     AgentRole,
@@ -46,9 +46,9 @@ class TextArena(Environment):
     demonstrations_solve = False
 
     class Config(Environment.Config):
-        max_turns: int = Field(default=50, ge=1)
+        max_turns: PositiveInt = 50
         """Maximum model calls of each player; a game that reaches it is a draw."""
-        players: int | None = Field(default=None, ge=1)
+        players: PositiveInt | None = None
         """Number of players; unset: the fewest that the game accepts."""
         options: dict[str, Any] = {}
         """Arguments of the game's class, such as {"max_number": 50}."""

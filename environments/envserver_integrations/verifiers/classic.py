@@ -18,6 +18,7 @@ from typing import Any
 import openai
 import openai.resources
 import verifiers.legacy as vf
+from envserver_records.tasks import Json
 from pydantic_core import to_jsonable_python
 from verifiers.legacy.clients import OpenAIChatCompletionsClient
 from verifiers.legacy.types import RolloutTiming, State, flatten_task_input
@@ -63,7 +64,7 @@ _TURN = {
 }
 
 
-def as_json(state: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(state: Mapping[str, Any]) -> Json:
     turns = [
         {
             "messages": len(step["prompt"]),
@@ -109,7 +110,7 @@ def from_json(row: Mapping[str, Any], kept: Mapping[str, Any]) -> State:
     return state
 
 
-def from_messages(row: Mapping[str, Any], messages: list[dict[str, Any]]) -> State:
+def from_messages(row: Mapping[str, Any], messages: list[Json]) -> State:
     """Returns a state of a conversation that was cut off, or of a bare response."""
     state = new_state(row)
     completion = messages[len(state["prompt"]) :]
@@ -271,7 +272,7 @@ class ClassicEnvironment(VerifiersEnvironment):
         for number in range(len(rows)):
             yield self._task(str(number), rows[number])
 
-    def _task(self, name: str, row: dict[str, Any]) -> Task:
+    def _task(self, name: str, row: Json) -> Task:
         plain = to_jsonable_python(row, fallback=str)
         public = plain
         if self._is_apart and "task" not in plain:
@@ -281,14 +282,14 @@ class ClassicEnvironment(VerifiersEnvironment):
                 public["info"] = {"tool_defs": info["tool_defs"]}
         return Task(name, public, plain)
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         state, score = await self.loop.run(self._played(dict(task.public), run))
         run.log_metric("truncated", float(bool(state["others"].get("is_truncated"))))
         if (stop := state["others"].get("stop_condition")) is not None:
             run.log_metric(f"stopped_by.{stop}", 1.0)
         return {"state": state, "score": score}
 
-    async def _played(self, row: dict[str, Any], run: Rollout) -> tuple[dict[str, Any], Any]:
+    async def _played(self, row: Json, run: Rollout) -> tuple[Json, Any]:
         """Returns the state after the rollout; and its score, if only this process can score."""
         client = openai.AsyncOpenAI(
             base_url=run.base_url,
@@ -348,7 +349,7 @@ class ClassicEnvironment(VerifiersEnvironment):
             return None
         return [{"role": "assistant", "content": text}] if text else None
 
-    def task_from_row(self, row: dict[str, Any]) -> Task:
+    def task_from_row(self, row: Json) -> Task:
         """Returns the task of a row of its data set, or of a question and an answer."""
         if "prompt" not in row and "question" not in row:
             raise InputError("A row needs a prompt or a question.")
@@ -376,7 +377,7 @@ def classic_class(name: str) -> type[Environment]:
     )
 
 
-def _loaded(name: str, arguments: dict[str, Any]) -> Any:
+def _loaded(name: str, arguments: Json) -> Any:
     try:
         with kept_signals():
             environment = import_env_module(name).load_environment(**arguments)
@@ -411,7 +412,7 @@ def _is_of_verifiers(environment: Any) -> bool:
     return all(kind.__module__.startswith("verifiers.") for kind in kinds)
 
 
-def _sampling(environment: Any) -> dict[str, Any]:
+def _sampling(environment: Any) -> Json:
     """Returns its sampling settings without empty ones and the number of answers, which is 1."""
     given = dict(environment.sampling_args or {})
     return {name: value for name, value in given.items() if name != "n" and value not in (None, {})}

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import verifiers.v1 as vf
+from envserver_records.tasks import Json
 from verifiers.v1.agent import Agents
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.agent import AgentConfig, WireAgentConfig
@@ -305,7 +306,7 @@ class TasksetEnvironment(VerifiersEnvironment):
             ready.set()
             await done.wait()
 
-    async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
+    async def rollout(self, task: PublicTask, run: Rollout) -> Json:
         traces = await self.loop.run(self._played(task.public, run))
         for trace in traces:
             prefix = "" if self._is_alone else f"{trace['agent']}."
@@ -314,7 +315,7 @@ class TasksetEnvironment(VerifiersEnvironment):
                 run.log_metric(f"{prefix}stopped_by.{trace['stop']}", 1.0)
         return {"traces": traces}
 
-    async def _played(self, data: Mapping[str, Any], run: Rollout) -> list[dict[str, Any]]:
+    async def _played(self, data: Mapping[str, Any], run: Rollout) -> list[Json]:
         with playing(run) as context:
             slot = self._env.slots(self._task(data))[0]
             episode = await self._env.run_slot(slot, context)
@@ -337,7 +338,7 @@ class TasksetEnvironment(VerifiersEnvironment):
                 f"The episode of verifiers failed: {'; '.join(texts) or 'it has no traces'}"
             )
 
-    def _trace_as_json(self, trace: Any) -> dict[str, Any]:
+    def _trace_as_json(self, trace: Any) -> Json:
         about = {
             "agent": trace.agent.name,
             "stop": trace.stop_condition,
@@ -355,7 +356,7 @@ class TasksetEnvironment(VerifiersEnvironment):
             traces = [{**trace, **await self._scored(task, trace["record"])} for trace in traces]
         return self._score_of(traces)
 
-    async def _scored(self, task: Task, record: dict[str, Any]) -> dict[str, Any]:
+    async def _scored(self, task: Task, record: Json) -> Json:
         kind = self._task_kind
         data = kind.data_type().model_validate(task.hidden)
         record = {**record, "rewards": {}, "metrics": {}, "ok": True}
@@ -364,7 +365,7 @@ class TasksetEnvironment(VerifiersEnvironment):
         await kind(data, self._env.taskset.config.task).score(trace)
         return _scored(trace)
 
-    def _score_of(self, traces: list[dict[str, Any]]) -> Score:
+    def _score_of(self, traces: list[Json]) -> Score:
         """Each agent's reward is the mean of those of its traces; without one, as of a limit."""
         score = Score()
         for role in self._roles:
@@ -387,7 +388,7 @@ class TasksetEnvironment(VerifiersEnvironment):
         return [{"role": "assistant", "content": str(answer)}] if answer is not None else None
 
 
-def _scored(trace: Any) -> dict[str, Any]:
+def _scored(trace: Any) -> Json:
     rewards = {name: one.score for name, one in trace.rewards.items() if one is not None}
     return {
         "reward": trace.reward if rewards or trace.ok else None,

@@ -22,7 +22,7 @@ from envserver_clients.adapters.trl_rollouts import rows_of
 from envserver_clients.adapters.verl import EnvserverLoop, Rows, outputs_of
 from envserver_clients.records import ClientGroup
 from envserver_records.images import ImageSpan, sha256_of
-from envserver_records.records import Trajectory
+from envserver_records.records import Json, Trajectory
 from envserver_records.sampling import SamplingSpan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -67,7 +67,7 @@ class Sample:
     rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: Json = field(default_factory=dict)
 
     Status = Status
 
@@ -276,7 +276,7 @@ def test_rows_say_how_they_were_sampled_over_both_wires(form: str) -> None:
     ],
 )
 def test_sampling_that_a_trainer_would_get_wrong_is_refused(
-    changes: dict[str, Any], temperature: float | None, said: str
+    changes: Json, temperature: float | None, said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
         check_spans([msgspec.structs.replace(WARM, **changes)], temperature, "x")

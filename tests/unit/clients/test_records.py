@@ -28,7 +28,7 @@ from envserver_records.extras import CLIENTS, install_command, missing_module_hi
 from envserver_records.files import PARTIAL_FILES, replace_file, replacing, replacing_path
 from envserver_records.framing import FrameReader, frame, frame_header, receive_frame
 from envserver_records.http_errors import MODEL, SANDBOX, SERVICE, ErrorReader
-from envserver_records.records import Score, Trajectory
+from envserver_records.records import Json, Score, Trajectory
 from envserver_records.returns import Earned, advantages, turn_advantages
 from envserver_records.tasks import TurnReward, with_totals
 from envserver_records.waiting import Backoff
@@ -311,7 +311,7 @@ def turned(number: int, agent: str, reward: float, turns: dict[int, float]) -> R
     """A row of a turn for each token, with their rewards."""
     calls = np.array([-1, *turns], np.int32)
     own = {call: value for call, value in turns.items() if value}
-    told: dict[str, Any] = {"agent": agent, "calls": calls, "turns": list(turns)}
+    told: Json = {"agent": agent, "calls": calls, "turns": list(turns)}
     return row(number, reward, len(turns), **told, turn_rewards=own)
 
 

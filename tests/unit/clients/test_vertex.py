@@ -28,6 +28,7 @@ from envserver_clients.finetuning.conversation import (
 from envserver_clients.finetuning.settings import tell
 from envserver_clients.vertex import command
 from envserver_clients.vertex.command import main
+from envserver_records.tasks import Json
 from rich.console import Console
 from support.cases import cases_of, write_jsonl
 from support.http_stand_in import standing_in
@@ -52,11 +53,11 @@ class VertexStandIn(ExitStack):
         on_success: gets a job that succeeds, and may put files where it says.
     """
 
-    def __init__(self, on_success: Callable[[dict[str, Any]], None] = lambda job: None) -> None:
+    def __init__(self, on_success: Callable[[Json], None] = lambda job: None) -> None:
         super().__init__()
         self.token = "secret-token"
         self.states: tuple[str, ...] = STATES
-        self.jobs: dict[str, dict[str, Any]] = {}
+        self.jobs: dict[str, Json] = {}
         self.requests: list[tuple[str, str]] = []
         self.failures: list[int] = []
         """Answers to the next requests: a status; 200: as always; 0 does what is asked, then hangs
@@ -88,7 +89,7 @@ class VertexStandIn(ExitStack):
             return 404, {"error": {"message": f"{name} is not found."}}
         return 200, self._later(self.jobs[name])
 
-    def _create(self, version: str, parent: str, body: dict[str, Any]) -> tuple[int, Any]:
+    def _create(self, version: str, parent: str, body: Json) -> tuple[int, Any]:
         spec = body.get("supervisedTuningSpec", {})
         unknown = {*body} - BODY | {*spec} - SPEC | {*spec.get("hyperParameters", {})} - HYPER
         beta = {"outputUri", "customBaseModel", "tuningMode"} & {*body, *spec}
@@ -99,7 +100,7 @@ class VertexStandIn(ExitStack):
         self.jobs[name] = {**body, "name": name, "state": "JOB_STATE_QUEUED"}
         return 200, self.jobs[name]
 
-    def _later(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _later(self, job: Json) -> Json:
         """Each look finds it one state further."""
         at = job["state"].removeprefix("JOB_STATE_")
         after = (
@@ -124,7 +125,7 @@ Tune = Callable[..., tuple[str, str]]
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[VertexStandIn]:
-    def adapter(job: dict[str, Any]) -> None:
+    def adapter(job: Json) -> None:
         if place := job.get("outputUri"):
             MEMORY.pipe(f"{place}/adapter/adapter_config.json", b"{}")
             MEMORY.pipe(f"{place}/adapter/adapter_model.safetensors", b"weights")
@@ -155,7 +156,7 @@ def tune(service: VertexStandIn, tmp_path: Path, capsys: pytest.CaptureFixture[s
     return ran
 
 
-def chat(number: int, *more: dict[str, Any]) -> dict[str, Any]:
+def chat(number: int, *more: Json) -> Json:
     said = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": f"{number}+1?"},
@@ -208,7 +209,7 @@ def test_geminis_lines(service: VertexStandIn, tune: Tune, tmp_path: Path) -> No
     )  # fmt: skip
     tune("--base-model", GEMINI, "--max-tokens", "200")
 
-    def turns(*texts: str) -> list[dict[str, Any]]:
+    def turns(*texts: str) -> list[Json]:
         return [
             {"role": role, "parts": [{"text": text}]}
             for role, text in zip(("user", "model") * 2, texts, strict=False)
@@ -271,7 +272,7 @@ def test_a_launch_whose_answer_is_lost_is_not_repeated(service: VertexStandIn, t
 
 @pytest.mark.parametrize(("changes", "more", "status", "why"), CASES["failures"])
 def test_failures_of_a_moment_are_waited_out_and_no_others(
-    changes: dict[str, Any],
+    changes: Json,
     more: list[str],
     status: int,
     why: str,
@@ -297,7 +298,7 @@ GOOD = [chat(number) for number in range(20)]
 )
 def test_what_cannot_be_is_told_and_nothing_is_launched(
     more: list[str],
-    rows: list[dict[str, Any]],
+    rows: list[Json],
     why: str,
     service: VertexStandIn,
     tune: Tune,

@@ -12,7 +12,7 @@ import pytest
 from envserver_environments.code.data_sets import HUBS, read_problem
 from envserver_environments.code.env import Code
 from envserver_environments.code.known import SLOW, fenced, written
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.code_house import code
 from support.scripted_run import ScriptedRun, call, says
 
@@ -73,7 +73,7 @@ async def test_rows_that_are_no_good_are_dropped_and_counted(
 ) -> None:
     bad = [*BAD.values(), {"instruction": "long " * 1000}]
     rows = [OPC, ["no object"], *({**OPC, **change} for change in bad)]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "train.jsonl", rows)
     env = code(rooms, data_set="opc", data_path=tmp_path)
     (task,) = env.tasks("train")
     assert task.hidden["code"] == OPC["code"]

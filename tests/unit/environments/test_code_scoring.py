@@ -16,6 +16,7 @@ from envserver_environments.code.extraction import extract_code
 from envserver_environments.code.hoisting import NotHoistable, hoisted
 from envserver_environments.code.running import harness
 from envserver_environments.code.values import BadValue, read_json, read_value
+from envserver_records.tasks import Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of
@@ -124,9 +125,9 @@ def test_what_cannot_be_taken_apart_is_refused(test: str) -> None:
 
 
 @functools.cache
-def harness_names() -> dict[str, Any]:
+def harness_names() -> Json:
     """What the harness defines, without running it."""
-    names: dict[str, Any] = {"__name__": "harness"}
+    names: Json = {"__name__": "harness"}
     exec(harness().removesuffix("main()\n"), names)
     return names
 
@@ -218,7 +219,7 @@ TESTS = ("assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1")
 SQUARE = "```python\ndef f(x): return x * x\n```"
 
 
-def row(tests: Any = TESTS, **more: str) -> dict[str, Any]:
+def row(tests: Any = TESTS, **more: str) -> Json:
     return {"instruction": "Do it.", "entry_point": "f", "testcase": list(tests), **more}
 
 

@@ -18,7 +18,8 @@ from envserver_environments.code.known import FAST, SLOW, cheats_for
 from envserver_environments.mhqa.metrics import SPECIAL
 from envserver_environments.router.course import plan_of
 from envserver_environments.tau.domains.loading import OWN
-from support.cases import cases_of
+from envserver_records.tasks import Json
+from support.cases import cases_of, write_jsonl
 from support.commands import envserver as command
 from support.commands import read_jsonl
 from support.extent import first_of
@@ -102,7 +103,7 @@ def test_tasks_are_the_same_for_a_seed_and_hide_what_is_hidden(name: str) -> Non
             assert "evaluation_criteria" not in shown and "env_assertions" not in shown
 
 
-DIVIDED: list[tuple[str, dict[str, Any], tuple[Split, ...]]] = [
+DIVIDED: list[tuple[str, Json, tuple[Split, ...]]] = [
     ("visual_counting", {}, SPLITS),
     *(("tau", {"domain": domain}, ("train", "test")) for domain in OWN),
 ]
@@ -111,7 +112,7 @@ DIVIDED: list[tuple[str, dict[str, Any], tuple[Split, ...]]] = [
 
 @pytest.mark.parametrize(("name", "settings", "splits"), DIVIDED)
 def test_splits_that_are_divided_never_meet(
-    name: str, settings: dict[str, Any], splits: tuple[Split, ...]
+    name: str, settings: Json, splits: tuple[Split, ...]
 ) -> None:
     parts = [first(made(name, **settings), split, 150) for split in splits]
     shown = [json.dumps({**task.public, "id": None}) for part in parts for task in part]
@@ -120,7 +121,7 @@ def test_splits_that_are_divided_never_meet(
 
 @pytest.mark.parametrize(("name", "settings", "split", "there"), CASES["absent"])
 def test_a_split_that_is_not_there_names_those_that_are(
-    name: str, settings: dict[str, Any], split: Split, there: str
+    name: str, settings: Json, split: Split, there: str
 ) -> None:
     with pytest.raises(ConfigError, match="has no split") as told:
         next(made(name, **settings).tasks(split))
@@ -175,11 +176,11 @@ OPTIONS = CASES["options"]
 """Options in the layouts of published sets."""
 
 
-def right_options(name: str, rows: list[dict[str, Any]], path: Path, **settings: Any) -> list[str]:
+def right_options(name: str, rows: list[Json], path: Path, **settings: Any) -> list[str]:
     """The right option of each row, in words."""
     more = {"video": "v", "context": "a text"}
     rows = [{"question": f"Which is the {n}th?", **more, **row} for n, row in enumerate(rows)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_jsonl(path, rows)
     if name == "video":
         settings |= {"blind": True, "shuffle_options": False}
     right = {}
@@ -247,7 +248,7 @@ MOST_PLAYED = {"code": 12, "kuhn": 12, "proposer_solver": 12, "visual_counting":
     ],
 )
 async def test_demonstrations_are_paid_and_nobody_is_told_what_is_hidden(
-    rooms: Sandboxes, name: str, settings: dict[str, Any]
+    rooms: Sandboxes, name: str, settings: Json
 ) -> None:
     environment = made(name, rooms, **settings)
     full = rules_of_rewards(environment).range.solved_at
@@ -345,7 +346,7 @@ class Scorer:
 
 CHEATS = CASES["cheats"]
 """How many kinds of results each environment knows at least that must not be paid in full."""
-SETTINGS: dict[str, list[dict[str, Any]]] = {
+SETTINGS: dict[str, list[Json]] = {
     "mhqa": [{}, {"unanswerable": True}, {"scope": "corpus"}, {"support_weight": 0.25}],
     "router": [{"profile": "graph"}, {"profile": "coursegpt"}, {"execute": True}],
     "tau": [{"task_split": "base", "strict": strict} for strict in (True, False)],
@@ -361,7 +362,7 @@ MOST_SCORED = {"math": 24, "mhqa": 6, "swe": 1, "tau": 40}
     ids=str,
 )
 async def test_only_what_is_right_is_paid(
-    rooms: Sandboxes, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
+    rooms: Sandboxes, monkeypatch: pytest.MonkeyPatch, name: str, settings: Json
 ) -> None:
     """All that an environment knows of its rewards, and what none may pay for: nothing, noise,
     echoes, orders to a judge."""

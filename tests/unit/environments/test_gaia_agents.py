@@ -17,6 +17,7 @@ from envserver_environments.gaia.agents import AgentOptions, solve
 from envserver_environments.gaia.interpreter import process as interpreters
 from envserver_environments.gaia.interpreter.process import Interpreter, Outcome
 from envserver_environments.gaia.scoring import Trail, trail_of
+from envserver_records.tasks import Json
 from envserver_tools.calling import Tool, ToolError
 from support.cases import cases_of
 from support.sdk_house import SdkHouse, Seat, sim_house
@@ -47,11 +48,11 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def python(code: str) -> dict[str, Any]:
+def python(code: str) -> Json:
     return said("I look.", call("python", {"code": code}))
 
 
-def coded(code: str) -> dict[str, Any]:
+def coded(code: str) -> Json:
     return said(f"I look.\n<code>\n{code}\n</code>")
 
 
@@ -72,7 +73,7 @@ def run_of(seat: Seat, seconds: float = 60.0) -> Any:
     )
 
 
-def solved(seat: Seat, seconds: float = 60.0, tools: Any = (), **rules: Any) -> dict[str, Any]:
+def solved(seat: Seat, seconds: float = 60.0, tools: Any = (), **rules: Any) -> Json:
     return asyncio.run(solve(QUESTION, run_of(seat, seconds), AgentOptions(**rules), tools))
 
 

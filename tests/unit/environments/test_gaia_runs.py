@@ -1,13 +1,12 @@
 """Runs of `gaia` as commands: file tools, prompts, plans; a web that is recorded and seen again."""
 
 import asyncio
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.commands import envserver, read_jsonl
 from support.extent import first_of
 from support.websites import KEY, QUESTION, websites
@@ -26,7 +25,7 @@ def copy(tmp_path: Path) -> Path:
 def write_copy(folder: Path, *rows: dict[str, Any]) -> Path:
     row = {"task_id": "1", "Question": "How many?", "Level": 1, "Final answer": "7"}
     path = folder / "copy" / "metadata.jsonl"
-    path.write_text("\n".join(json.dumps({**row, **change}) for change in rows))
+    write_jsonl(path, [{**row, **change} for change in rows])
     return folder
 
 

@@ -1,7 +1,6 @@
 """GAIA's tasks: the own ones, local copies in both layouts, and how a copy is fetched."""
 
 import base64
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,8 @@ from envserver_environments.gaia.agents import AgentOptions
 from envserver_environments.gaia.download import ANNOTATED, RAW, fetch, main, summary
 from envserver_environments.gaia.env import Gaia
 from envserver_environments.gaia.loading import GaiaQuestion, is_official, read_copy
+from envserver_records.tasks import Json
+from support.cases import write_jsonl
 from support.hub import DataSetHub, serving
 
 from envserver import Caller, ConfigError, NotFoundError, PublicTask
@@ -33,11 +34,7 @@ ROWS = [
 ]
 
 
-def as_jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def as_parquet(rows: list[dict[str, Any]], file: Path) -> None:
+def as_parquet(rows: list[Json], file: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow (extra gaia) is not installed")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), file)
@@ -51,7 +48,7 @@ def copy_in(layout: str, root: Path) -> Path:
     (root / "secret.txt").write_text("secret")
     (root / "copy" / "secret.txt").write_text("secret")
     if layout == "jsonl":
-        (folder / "metadata.jsonl").write_bytes(as_jsonl(ROWS))
+        write_jsonl(folder / "metadata.jsonl", ROWS)
         return root / "copy"
     rows = [{**row, "file_path": ""} for row in ROWS]
     rows[1]["file_path"] = "2023/validation/b.txt"
@@ -85,8 +82,8 @@ def test_a_local_copy_is_read_in_every_layout(layout: str, tmp_path: Path) -> No
 
 
 def test_tasks_of_ones_own_need_no_folder_for_splits(tmp_path: Path) -> None:
-    def found(*rows: dict[str, Any]) -> list[GaiaQuestion | str]:
-        (tmp_path / "metadata.jsonl").write_bytes(as_jsonl(list(rows)))
+    def found(*rows: Json) -> list[GaiaQuestion | str]:
+        write_jsonl(tmp_path / "metadata.jsonl", rows)
         return [item for _, item in read_copy(tmp_path, "train")]
 
     (task,) = found(ROWS[0])
@@ -192,7 +189,7 @@ async def test_the_file_is_in_the_agents_folder(
 ) -> None:
     seen: list[tuple[PublicTask, AgentOptions, set[str]]] = []
 
-    async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> dict[str, Any]:
+    async def solve(task: PublicTask, run: Any, rules: AgentOptions, tools: Any) -> Json:
         seen.append((task, rules, {tool.name for tool in tools}))
         return {"answer": Path("attachment.txt").read_text(), "state": "answered", "steps": []}
 

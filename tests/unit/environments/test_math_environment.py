@@ -17,6 +17,7 @@ from envserver_environments.math import procedural
 from envserver_environments.math.data_sets import HUBS, read_problem
 from envserver_environments.math.env import Math
 from envserver_records.extras import install_command
+from envserver_records.tasks import Json
 from envserver_tools.calculator import calculate
 from support.cases import cases_of
 from support.scripted_run import ScriptedRun, call, calls, says
@@ -94,9 +95,7 @@ def test_several_data_sets_are_mixed(tmp_path: Path) -> None:
     assert {task.id for task in both.tasks("train")} == {"svamp-0", "chal-1"}
 
 
-def put_folder(
-    folder: Path, row: dict[str, Any], configs: tuple[str | None, ...], split: str
-) -> None:
+def put_folder(folder: Path, row: Json, configs: tuple[str | None, ...], split: str) -> None:
     """A data set of one row per configuration, declared as the hub's are."""
     declared = ""
     for name in (config or "default" for config in configs):
@@ -169,7 +168,7 @@ class Generators:
     """Stands for reasoning-gym: generators by size and seed, and scorers that misbehave."""
 
     @staticmethod
-    def create_dataset(name: str, size: int, seed: int) -> list[dict[str, Any]]:
+    def create_dataset(name: str, size: int, seed: int) -> list[Json]:
         numbers, metadata = range(seed, seed + size), {"source_dataset": name}
         return [
             {"question": f"{name} {n}", "answer": str(n), "metadata": metadata} for n in numbers

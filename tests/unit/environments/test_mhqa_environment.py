@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from envserver_environments.mhqa.data_sets import read_context, read_item
 from envserver_environments.mhqa.env import Mhqa
+from envserver_records.tasks import Json
 from envserver_tools.retrieval import FewPassages, Hit, Passage, PassageIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import cases_of
+from support.cases import cases_of, write_jsonl
 from support.extent import examples
 
 from envserver import InputError, Result, Task
@@ -19,7 +20,7 @@ from envserver import InputError, Result, Task
 bm25s = pytest.importorskip("bm25s", reason="needs the extra `retrieval`")
 
 CASES = cases_of(__file__, "mhqa_cases.json")
-ROWS: dict[str, dict[str, Any]] = CASES["rows"]
+ROWS: dict[str, Json] = CASES["rows"]
 """One question as each data set has it."""
 
 
@@ -53,7 +54,7 @@ def test_rows_of_each_data_set_are_read(name: str, tmp_path: Path) -> None:
     path.write_text(f"{json.dumps(row)}\nno JSON\n{json.dumps(empty)}\n")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"title": "Osk", "text": "A town."}\n')
-    scope: dict[str, Any] = {"scope": "corpus", "corpus_path": corpus} if name == "afm" else {}
+    scope: Json = {"scope": "corpus", "corpus_path": corpus} if name == "afm" else {}
     env = Mhqa(Mhqa.Config(data_set=name, data_path=path, **scope))
     (task,) = env.tasks("train")
     assert sum(env.rows.dropped.values()) == 2
@@ -81,7 +82,7 @@ def test_support_is_judged_as_its_data_set_does() -> None:
 
 
 @pytest.mark.parametrize("case", CASES["published"], ids=lambda case: case["card"])
-def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
+def test_rows_are_read_as_their_cards_show_them(case: Json) -> None:
     names = {"Q7": ["Vell-on-Osk"]}
     found = vars(read_item(case["row"], columns=case.get("columns"), aliases=names))
     found |= {"golds": list(found["golds"])}
@@ -91,34 +92,25 @@ def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("row", "said"), CASES["refused"])
-def test_what_a_row_lacks_is_said(row: dict[str, Any], said: str) -> None:
+def test_what_a_row_lacks_is_said(row: Json, said: str) -> None:
     with pytest.raises(InputError, match=said):
         read_item(row)
 
 
-@pytest.mark.parametrize(
-    ("fields", "ids"),
-    [
-        ([{"_id": "5a8b"}, {"_id": "5a8c"}], {"5a8b", "5a8c"}),  # HotpotQA
-        ([{"qid": "a", "idx": 0}, {"qid": "b", "idx": 0}], {"a", "b"}),  # MRQA
-        ([{"id": 1, "question_id": 7}, {"id": 1, "question_id": 8}], {"7", "8"}),
-        ([{"qid": 1}, {"qid": 1}, {"qid": 1}], {"sample-0", "sample-1", "sample-2"}),
-        ([{"id": [1]}, {"id": None, "uuid": "u"}], {"sample-0", "u"}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "ids"), CASES["ids"])
 def test_a_task_has_the_id_of_its_row_where_no_other_row_has_it(
-    tmp_path: Path, fields: list[dict[str, Any]], ids: set[str]
+    tmp_path: Path, fields: list[Json], ids: list[str]
 ) -> None:
     path = tmp_path / "rows.json"
     rows = [{"question": f"Who is {n}?", "answer": "Vell", "context": "x", **one}
             for n, one in enumerate(fields)]  # fmt: skip
     path.write_text(json.dumps(rows))
     for seed in (0, 1):
-        assert {task.id for task in sample(data_path=path, seed=seed)} == ids
+        assert {task.id for task in sample(data_path=path, seed=seed)} == {*ids}
 
 
 @pytest.mark.parametrize("case", CASES["nested"], ids=lambda case: case["card"])
-def test_a_row_may_hold_several_questions(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_a_row_may_hold_several_questions(tmp_path: Path, case: Json) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(case["file"]))
     tasks = sample(data_path=path, unanswerable=True)
@@ -137,7 +129,7 @@ def test_what_is_no_task_is_dropped_by_cause_and_names_its_setting(tmp_path: Pat
         ROWS["musique"] | {"answerable": False},
         ROWS["afm"],
     ]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in two))
+    write_jsonl(path, two)
     names.write_text('{"Q_id": "Q7", "aliases": ["V."], "demonyms": ["Vellish"]}\n' * 2)
     env = Mhqa(Mhqa.Config(data_set="musique", data_path=path, aliases_path=names))
     (task,) = env.tasks("train")

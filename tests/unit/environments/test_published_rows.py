@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from envserver_environments.code.known import fenced
 from envserver_environments.math.env import Math
+from envserver_records.tasks import Json
 from support.cases import cases_of
 from support.code_house import code
 
@@ -40,9 +41,9 @@ def wrong_answers(task: Task) -> list[str]:
     return [f"{other:f}" for other in others if abs(other - number) > abs(number) / 10**6]
 
 
-def count_and_causes(rows: Any, used: int) -> dict[str, Any]:
+def count_and_causes(rows: Any, used: int) -> Json:
     causes = {cause.partition(" (")[0]: count for cause, count in rows.dropped.items()}
-    counted: dict[str, Any] = {"rows": used + rows.dropped.total(), "used": used}
+    counted: Json = {"rows": used + rows.dropped.total(), "used": used}
     return counted | ({"causes": causes} if causes else {})
 
 

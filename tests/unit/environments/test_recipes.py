@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from envserver_records.tasks import Json
 from support.cases import cases_of
 from support.judging import judge_engine
 
@@ -31,10 +32,10 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Json]:
     """What the recipes need: a key, and a judge that likes what holds the reference."""
 
-    def say(messages: list[dict[str, Any]]) -> str:
+    def say(messages: list[Json]) -> str:
         asked = json.loads(messages[-1]["content"])
         mark = 4 * (asked["reference"] in asked["answer"])
         return json.dumps({"marks": {n: {"reason": "", "mark": mark} for n in asked["criteria"]}})
@@ -55,7 +56,7 @@ def site(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def rewards(names: list[str], solved: float, settings: dict[str, Any], **env: Any) -> Any:
+def rewards(names: list[str], solved: float, settings: Json, **env: Any) -> Any:
     """Plays one rollout of each recipe; returns the rewards by recipe, and all groups as JSON."""
     paths = [str(path) for path in RECIPES if path.stem in names]
     result = envserver.process(
@@ -80,7 +81,7 @@ ANSWERS = ["curriculum", "long_context", "server_tools", "sql", "web"]
 
 
 @pytest.mark.thorough
-def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
+def test_right_behaviour_is_paid(settings: Json) -> None:
     played = rewards(FLOWS, 1.0, settings)
     assert set(played.values()) == {1.0} and len(played) == len(FLOWS)
 
@@ -88,7 +89,7 @@ def test_right_behaviour_is_paid(settings: dict[str, Any]) -> None:
 @pytest.mark.thorough  # ten environments, each with processes of its own
 @pytest.mark.parametrize("solved", [pytest.param(1.0, marks=pytest.mark.slow), 0.0])
 def test_right_behaviour_is_paid_and_spoiled_is_not(
-    settings: dict[str, Any], site: str, tmp_path: Path, solved: float
+    settings: Json, site: str, tmp_path: Path, solved: float
 ) -> None:
     played = rewards(MIXED, solved, settings)
     assert set(played.values()) == {solved} and len(played) == 9
@@ -115,7 +116,7 @@ async def test_known_results_are_paid_as_they_should_be(path: Path, rooms: Sandb
 
 # Rebuilt environments.
 
-ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = CASES["rows"]
+ROWS: dict[str, tuple[Json, dict[str, float]]] = CASES["rows"]
 """A row as its data set has it, and rewards of answers."""
 
 

@@ -10,6 +10,7 @@ from envserver_environments.router.course import as_json, course_of
 from envserver_environments.router.env import Router
 from envserver_environments.router.known import chain
 from envserver_environments.router.loading import SAMPLE, read_problem
+from support.cases import write_jsonl
 from support.commands import read_jsonl
 from support.scripted_run import ScriptedRun, call, played, says
 
@@ -89,7 +90,7 @@ def test_rows_of_the_router_data_are_divided_and_bad_ones_dropped(tmp_path: Path
     path = tmp_path / "output.jsonl"
     good = [course_row(number) for number in range(40)]
     bad = [{**course_row(90), "route_plan": ["/browser(x)"]}, {"user_query": "no plan"}]
-    path.write_text("\n".join(map(json.dumps, [*good, *bad])))
+    write_jsonl(path, [*good, *bad])
     env = router(data_set="coursegpt", data_path=path)
     parts = {split: {task.id for task in env.tasks(split)} for split in ("train", "validation")}
     assert parts["train"].isdisjoint(parts["validation"])

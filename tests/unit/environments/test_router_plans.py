@@ -20,6 +20,7 @@ from envserver_environments.router.course import (
     read_plan,
 )
 from envserver_environments.router.scoring import likeness
+from envserver_records.tasks import Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of
@@ -211,7 +212,7 @@ def test_a_route_is_a_chain() -> None:
 
 
 @pytest.mark.parametrize(("kind", "change"), CASES["wrong_routes"])
-def test_what_is_wrong_with_a_route_is_named(kind: str, change: dict[str, Any]) -> None:
+def test_what_is_wrong_with_a_route_is_named(kind: str, change: Json) -> None:
     with pytest.raises(PlanError) as caught:
         plan_of_course({**COURSE, **change})
     assert caught.value.kind == kind
@@ -232,7 +233,7 @@ def test_what_is_wrong_with_a_route_is_named(kind: str, change: dict[str, Any]) 
     ],
 )
 def test_the_authors_metrics_are_theirs_to_the_letter(
-    change: dict[str, Any], found: dict[str, float]
+    change: Json, found: dict[str, float]
 ) -> None:
     measured = course_metrics(json.dumps({**COURSE, **change}), COURSE)
     assert {name: measured[name] for name in found} == found

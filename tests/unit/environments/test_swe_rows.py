@@ -19,6 +19,7 @@ from envserver_environments.swe.known import PROGRAMS, result_of
 from envserver_environments.swe.trees import make_patch, tree_of
 from envserver_environments.swe.tripwires import FRAUD, added_suspicions
 from envserver_records.errors import SandboxUnavailable
+from envserver_records.tasks import Json
 from support import fake_engine
 from support.cases import cases_of, write_jsonl
 from support.scripted_run import ScriptedRun, says
@@ -76,11 +77,11 @@ def commit(place: Path, files: dict[str, str], message: str) -> str:
     return git(place, "rev-parse", "HEAD")
 
 
-def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+def write_rows(path: Path, *rows: Json) -> Path:
     return write_jsonl(path, rows)
 
 
-def bench_row(**changes: Any) -> dict[str, Any]:
+def bench_row(**changes: Any) -> Json:
     return {
         "instance_id": "acme__tool-1", "repo": "acme/tool", "base_commit": "0" * 40,
         "patch": FIX, "test_patch": TEST_PATCH, "problem_statement": "double(7) is 10.",
@@ -97,17 +98,17 @@ class Mirror:
         self.wrong = commit(self.place, FILES, "commit 0")
         self.right = commit(self.place, {**FILES, "tool/core.py": RIGHT}, "commit 1")
 
-    def bench(self, **changes: Any) -> dict[str, Any]:
+    def bench(self, **changes: Any) -> Json:
         return bench_row(base_commit=self.wrong, **changes)
 
-    def smith(self, **changes: Any) -> dict[str, Any]:
+    def smith(self, **changes: Any) -> Json:
         return {
             "repo": f"swesmith/acme__tool.{self.wrong[:8]}", "image_name": "i",
             "patch": FIX, "problem_statement": "one() is 2",
             "FAIL_TO_PASS": ["tests/test_core.py::test_one"], "PASS_TO_PASS": [], **changes,
         }  # fmt: skip
 
-    def r2e(self, **changes: Any) -> dict[str, Any]:
+    def r2e(self, **changes: Any) -> Json:
         content = {"test_file_names": ["test_1.py"], "test_file_codes": [NEW_TESTS]}
         return {
             "repo_name": "tool", "docker_image": "i", "commit_hash": self.right,
@@ -153,7 +154,7 @@ async def test_rows_of_public_data_sets(rooms: Sandboxes, mirror: Mirror) -> Non
 async def test_rows_that_cannot_be_run_are_counted(
     rooms: Sandboxes, mirror: Mirror, tmp_path: Path
 ) -> None:
-    bad: dict[str, Any] = {
+    bad: Json = {
         "Its repository is not in the mirror.": mirror.bench(repo="acme/other"),
         "Its commit is not in the mirror.": bench_row(),
         "Its commit is not named by an id.": bench_row(base_commit="--upload-pack=x"),
@@ -199,7 +200,7 @@ async def test_rows_that_cannot_be_run_are_counted(
         Swe().task_from_row(mirror.bench())
 
 
-def inside(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def inside(row: Json) -> dict[str, Json]:
     """A row in the forms that trainers give it: below other fields, also as text."""
     talk = [{"role": "system", "content": "s"}, {"role": "user", "content": "Fix it."}]
     metadata = {"split": "test", "instance_dict": json.dumps(row)}
@@ -405,7 +406,7 @@ async def test_folders_with_tasks_are_read_and_graded(rooms: Sandboxes, tmp_path
     score = await swe.score(task, result_of(both))
     assert (score.reward, score.metrics["changes_dropped"]) == (1.0, 2.0)
     assert (await swe.score(task, result_of(patch({"notes": "m\n"})))).reward == 0.0
-    changes: list[dict[str, Any]] = CASES["changes"]
+    changes: list[Json] = CASES["changes"]
     for number, change in enumerate(changes):
         write_task(tmp_path / "many" / f"t{number}", **change)
     (tmp_path / "many" / "broken").mkdir()

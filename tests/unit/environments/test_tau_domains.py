@@ -17,6 +17,7 @@ from envserver_environments.tau.domains.retail import RETAIL, RetailDB
 from envserver_environments.tau.domains.telecom.tools_user import TelecomUserTools
 from envserver_environments.tau.domains.toolkit import calculate, result_text
 from envserver_environments.tau.domains.world import Domain, DomainKind, World
+from envserver_records.tasks import Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of
@@ -42,7 +43,7 @@ def world_of(domain: str) -> World:
     return world
 
 
-def called(world: World, call: str, arguments: dict[str, Any]) -> Any:
+def called(world: World, call: str, arguments: Json) -> Any:
     """Calls "assistant TOOL" or "user TOOL"; of a booking, the arguments are changes."""
     who, _, name = call.partition(" ")
     given = CASES["booking"] | arguments if name == "book_reservation" else arguments
@@ -86,7 +87,7 @@ def test_calls_do_and_say_what_tau2s_do(name: str) -> None:
     ids=[f"{row[0]}-{row[1]}-{number}" for number, row in enumerate(CASES["refused"])],
 )
 def test_wrong_calls_are_told_in_tau2s_words_and_change_nothing(
-    domain: str, call: str, arguments: dict[str, Any], error: str
+    domain: str, call: str, arguments: Json, error: str
 ) -> None:
     world, fresh = world_of(domain), world_of(domain)
     assert fits(called(world, call, arguments).content, f"Error: {error}")

@@ -10,6 +10,7 @@ from envserver_environments.rows import option_place
 from envserver_environments.video.context import VideoContext, video_context
 from envserver_environments.video.data_sets import SAMPLE, read_item
 from envserver_environments.video.env import Video
+from envserver_records.tasks import Json
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cases import cases_of
@@ -60,7 +61,7 @@ OWN = {"video": "uid-1", "question": "Why?", "options": OPTIONS, "answer": "C"}
 
 
 @pytest.mark.parametrize("case", CASES["published"], ids=lambda case: case["card"])
-def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
+def test_rows_are_read_as_their_cards_show_them(case: Json) -> None:
     item = read_item(case["row"], columns=case.get("columns"))
     found = {**vars(item), "right": None if item.answer is None else item.options[item.answer]}
     expected = {name: value for name, value in case.items() if name in found}
@@ -68,7 +69,7 @@ def test_rows_are_read_as_their_cards_show_them(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("row", "said"), CASES["refused"])
-def test_what_a_row_lacks_is_said(row: dict[str, Any], said: str) -> None:
+def test_what_a_row_lacks_is_said(row: Json, said: str) -> None:
     with pytest.raises(InputError, match=said):
         read_item(row)
 
@@ -155,7 +156,7 @@ def test_a_set_without_captions_or_frames_says_how_to_give_them(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("case", CASES["several"], ids=lambda case: case["card"])
-def test_a_row_may_hold_several_questions(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_a_row_may_hold_several_questions(tmp_path: Path, case: Json) -> None:
     rows = tmp_path / "rows.json"
     rows.write_text(json.dumps(case["file"]))
     tasks = _tasks(data_path=rows, blind=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from envserver_factory.sft_building import split_three, split_tools_by_group
+from envserver_records.tasks import Json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import cases_of
@@ -20,10 +21,10 @@ from envserver.export import problems_of
 CASES = cases_of(__file__)
 
 TEMPLATES = Path(__file__).with_name("templates.yaml").read_text()
-Build = Callable[..., dict[str, Any]]
+Build = Callable[..., Json]
 
 
-def _trajectory(task_id: str, *actions: Any, reward: float | None = None) -> dict[str, Any]:
+def _trajectory(task_id: str, *actions: Any, reward: float | None = None) -> Json:
     names = ("step", "tool", "input", "output")
     return {
         "schema_version": 1,
@@ -36,7 +37,7 @@ def _trajectory(task_id: str, *actions: Any, reward: float | None = None) -> dic
     }
 
 
-def _write(*trajectories: dict[str, Any], folder: str = "unified") -> None:
+def _write(*trajectories: Json, folder: str = "unified") -> None:
     for one in trajectories:
         assert problems_of(one) == []
         path = Path(folder, one["domain"], f"{one['task_id']}.json")
@@ -49,7 +50,7 @@ def build(run: Run) -> Build:
     """Builds `unified` (another folder, too) by the templates; returns the rows of each file."""
     Path("templates.yaml").write_text(TEMPLATES)
 
-    def built(out: str, words: str = "", source: str = "unified") -> dict[str, Any]:
+    def built(out: str, words: str = "", source: str = "unified") -> Json:
         run(f"sft build {source} --templates templates.yaml --out {out} {words}")
         return {
             str(path.relative_to(out)): [json.loads(line) for line in path.read_text().splitlines()]
@@ -80,7 +81,7 @@ def build(run: Run) -> Build:
     return built
 
 
-def _rows(files: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(files: Json) -> list[Json]:
     return [row for rows in files.values() for row in rows]
 
 
@@ -229,7 +230,7 @@ PLAN = CASES["plan"]
 ROUTER = "sft router rows.jsonl --out out"
 
 
-def _router_rows(count: int, *wrong: dict[str, Any]) -> None:
+def _router_rows(count: int, *wrong: Json) -> None:
     rows = [{"id": n, **PLAN, "user_query": f" query {n}\n"} for n in range(count)]
     text = "".join(json.dumps(row) + "\n" for row in [*rows, *wrong])
     Path("rows.jsonl").write_text(text, encoding="utf-8")
@@ -240,7 +241,7 @@ def _lines(name: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def _summary() -> dict[str, Any]:
+def _summary() -> Json:
     return dict(json.loads(Path("out/summary.json").read_text()))
 
 
@@ -264,7 +265,7 @@ def test_plans_become_prompts_and_completions_in_the_original_order(run: Run) ->
 
 def test_rows_whose_plan_is_not_whole_are_dropped_and_counted(run: Run) -> None:
     query = {**PLAN, "user_query": "q"}
-    changes: list[dict[str, Any]] = CASES["not_whole"]
+    changes: list[Json] = CASES["not_whole"]
     without = {key: value for key, value in query.items() if key != "tags"}
     _router_rows(4, without, *(query | change for change in changes))
     with Path("rows.jsonl").open("a") as file:
@@ -322,7 +323,7 @@ def test_a_finished_folder_is_put_into_a_bucket_and_a_folder(run: Run) -> None:
 
 def test_a_folder_is_put_on_the_hub_in_a_commit(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    calls: list[dict[str, Any]] = []
+    calls: list[Json] = []
 
     class Api:
         def create_repo(self, name: str, **facts: Any) -> None:

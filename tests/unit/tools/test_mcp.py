@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import support
+from envserver_records.tasks import Json
 from support.cases import cases_of
 from support.serving import serving
 
@@ -39,7 +40,7 @@ class Run:
     def __init__(self, services: Any = None) -> None:
         self.services = services or {}
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, name: str, arguments: Json) -> Any:
         caller = Caller("r0", "g0", Task("t", {}, {}), flag=print)
         return await self.services[name](arguments, caller)
 
@@ -82,7 +83,7 @@ async def test_a_servers_tools_are_the_environments(opened: Any) -> None:
         ({"in_sandbox": True, "command": COMMAND, "shared": True}, "cannot be in a sandbox"),
     ],
 )
-async def test_a_server_that_is_not_set_up_well_is_told(server: dict[str, Any], told: str) -> None:
+async def test_a_server_that_is_not_set_up_well_is_told(server: Json, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         async with connect(McpServer(**server)) as connection:
             await connection.describe()
@@ -125,7 +126,7 @@ async def test_the_official_client_lists_and_calls_our_tools() -> None:
         (listed,) = (await client.list_tools()).tools
         assert (listed.name, listed.description) == ("shout", "Shouts.")
         assert listed.input_schema == shout.description["function"]["parameters"]
-        arguments: list[dict[str, Any]] = [{"text": "a", "times": 2}, {"text": 1}, {"text": ""}]
+        arguments: list[Json] = [{"text": "a", "times": 2}, {"text": 1}, {"text": ""}]
         answers = [await client.call_tool("shout", one) for one in arguments]
         answers.append(await client.call_tool("fly", {}))
         assert not (await client.list_resources()).resources

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from envserver_records.tasks import Json
 from envserver_tools.calculator import calculate
 from envserver_tools.calling import Tool, ToolError, function_tool, toolbox
 from envserver_tools.protocol import FORMAT, Part, ProtocolRun, Window, parse_message, run_protocol
@@ -29,7 +30,7 @@ def short(part: Part) -> Any:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message["says"][:40])
-def test_a_message_is_read_by_the_rules(message: dict[str, Any]) -> None:
+def test_a_message_is_read_by_the_rules(message: Json) -> None:
     assert [short(part) for part in parse_message(message["says"])] == message["parts"]
 
 
@@ -75,10 +76,10 @@ class Model:
 
     def __init__(self, *texts: str, finish_reason: str = "stop") -> None:
         self.texts, self.finish_reason = list(texts), finish_reason
-        self.asked: list[list[dict[str, Any]]] = []
-        self.sampling: dict[str, Any] = {}
+        self.asked: list[list[Json]] = []
+        self.sampling: Json = {}
 
-    async def chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Reply:
+    async def chat(self, messages: list[Json], **sampling: Any) -> Reply:
         self.asked.append(list(messages))
         self.sampling = sampling
         text = self.texts.pop(0)
@@ -86,7 +87,7 @@ class Model:
         return Reply(content=text, tool_calls=[], finish_reason=self.finish_reason, message=message)
 
 
-START: list[dict[str, Any]] = [
+START: list[Json] = [
     {"role": "system", "content": "Work."},
     {"role": "user", "content": "Find it."},
 ]

@@ -22,6 +22,7 @@ import envserver_factory
 import envserver_tools
 import msgspec
 import pytest
+from envserver_records.tasks import Json
 from envserver_tools.inside.files import Refused, edit, read_file
 from envserver_tools.loop import LoopEnd, chat_with_tools
 from hypothesis import given, settings
@@ -70,7 +71,7 @@ def measure(
     way: Literal["road", "air"] = "road",
     stops: list[Place] | None = None,
     most: Annotated[int, "how far, at most", msgspec.Meta(ge=1)] = 9,
-) -> dict[str, Any]:
+) -> Json:
     """Measures a way.
 
     It takes the shortest one.
@@ -91,7 +92,7 @@ def measure(
     return {"length": start.x + start.y, "unit": unit.value, "stops": len(stops or [])}
 
 
-def call(name: str, arguments: Any) -> dict[str, Any]:
+def call(name: str, arguments: Any) -> Json:
     return {"id": name, "function": {"name": name, "arguments": json.dumps(arguments)}}
 
 
@@ -122,7 +123,7 @@ _TYPES: list[tuple[Any, st.SearchStrategy[Any]]] = [
 @given(st.data())
 def test_what_fits_the_types_fits_the_schema_and_comes_back(data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(_TYPES), min_size=1, max_size=4))
-    space: dict[str, Any] = {f"t{number}": type_ for number, (type_, _) in enumerate(chosen)}
+    space: Json = {f"t{number}": type_ for number, (type_, _) in enumerate(chosen)}
     parameters = ", ".join(f"a{number}: t{number}" for number in range(len(chosen)))
     exec(f"def made({parameters}):\n    'Does nothing.'\n    return locals()", space)
     made = tool(space["made"])

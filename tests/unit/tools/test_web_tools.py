@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from envserver_records.tasks import Json
 from envserver_tools.calling import ToolError, use_tool
 from envserver_tools.web import (
     FetchLimits,
@@ -46,7 +47,7 @@ async def sites() -> AsyncIterator[Websites]:
 
 
 def seen_at(sites: Websites, **changes: Any) -> Web:
-    facts: dict[str, Any] = {"provider_url": sites.url, "allow_private": True, **changes}
+    facts: Json = {"provider_url": sites.url, "allow_private": True, **changes}
     facts.setdefault("limits", FetchLimits(seconds=20, bytes=1 << 20))
     return Web(WebSettings(**facts), key=KEY)
 
@@ -334,7 +335,7 @@ def test_a_replay_is_the_recording_byte_for_byte(
 
 
 async def test_the_same_run_offline_shows_the_same(sites: Websites, tmp_path: Path) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = [
+    calls: list[tuple[str, Json]] = [
         ("web_search", {"query": "herons"}),
         ("visit_page", {"url": f"{sites.url}/page"}),
         ("visit_page", {"url": f"{sites.url}/none"}),
@@ -343,7 +344,7 @@ async def test_the_same_run_offline_shows_the_same(sites: Websites, tmp_path: Pa
         ("web_search", {"query": " herons ", "num_results": 5}),
     ]
 
-    shown: list[dict[str, Any]] = []
+    shown: list[Json] = []
 
     async def run(mode: str) -> list[str]:
         async with seen_at(sites, mode=mode, folder=tmp_path, epoch="spring") as web:

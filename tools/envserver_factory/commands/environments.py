@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from envserver_records.errors import UsageError
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import (
@@ -94,13 +94,13 @@ class SftSettings(Settings):
     """Folder or name of the model's tokenizer; not needed with --save-messages."""
     save_messages: bool = False
     """Save conversations instead of the decoded text of the tokens."""
-    save_top_n_per_group: int = Field(default=3, ge=1)
+    save_top_n_per_group: PositiveInt = 3
     """Maximum number of rows from one group."""
-    num_seqs_to_save: int = Field(default=100, ge=1)
+    num_seqs_to_save: PositiveInt = 100
     """Number of rows to write before stopping."""
     allow_negative_scores: bool = False
     """Also keep rows with a score of 0 or less."""
-    minimum_score_diff_max_min: float = Field(default=0.0, ge=0)
+    minimum_score_diff_max_min: NonNegativeFloat = 0.0
     """Minimum difference between a row's score and the lowest score of its group."""
     append_to_previous: bool = False
     """Append to an existing file."""
@@ -126,9 +126,9 @@ class LmEvalSettings(Section):
     api: Literal["chat", "completions"] = "chat"
     """API used for the engine. Tasks that compare likelihoods of answers need completions, an
     engine that echoes prompt logprobs, and `tokenizer`."""
-    num_fewshot: int | None = Field(default=None, ge=0)
+    num_fewshot: NonNegativeInt | None = None
     """Few-shot examples in each prompt; unset: the task's default."""
-    limit: float | None = Field(default=None, gt=0)
+    limit: PositiveFloat | None = None
     """Number of documents of each task, or a fraction of them (below 1); unset: all."""
     include_path: Path | None = None
     """Folder with additional tasks in YAML."""
@@ -138,7 +138,7 @@ class LmEvalSettings(Section):
     """System prompt; unset: none."""
     tokenizer: str = ""
     """Folder or hub name of the model's tokenizer, for `completions`."""
-    concurrency: int = Field(default=8, ge=1)
+    concurrency: PositiveInt = 8
     """Maximum number of concurrent requests."""
     metric: str | None = None
     """Metric used as the reward: exact_match, or exact_match,strict-match with its filter;
@@ -251,7 +251,7 @@ class ScenarioSettings(Settings):
     models: str
     """Models, separated by commas: names in `engine.models_file`, folders,
     NAME=http://host:port/v1 or only such an address, or sim."""
-    n: int = Field(default=20, ge=1)
+    n: PositiveInt = 20
     """Runs of each model and label."""
     label: str = "gold"
     """Which prompts of the scenario to use, separated by commas."""

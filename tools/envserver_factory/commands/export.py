@@ -6,10 +6,11 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from envserver_records.errors import ConfigError, UsageError
-from pydantic import Field
+from envserver_records.tasks import Json
+from pydantic import Field, PositiveInt
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import CommandSpec
@@ -56,7 +57,7 @@ class ExportSettings(Section):
     are left out."""
     against_words: int = Field(default=13, ge=2, le=1000)
     """Length of these n-grams, in words."""
-    shard_rows: int = Field(default=50_000, ge=1)
+    shard_rows: PositiveInt = 50_000
     """Maximum number of rows in a shard (part-00000.jsonl, ...)."""
     tokens: bool = False
     """Include the training rows in unified records and in logs of Inspect."""
@@ -158,7 +159,7 @@ def _export(settings: ExportSettings, out: Path, console: Console) -> Tally:
         )
 
 
-def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
+def _wanted(settings: ExportSettings) -> tuple[Wanted, Json]:
     from ..exporting.export import Forbidden, Seen, Wanted, Where
 
     forbidden = None
@@ -166,7 +167,7 @@ def _wanted(settings: ExportSettings) -> tuple[Wanted, dict[str, Any]]:
         forbidden = Forbidden(settings.against_words)
         forbidden.read(settings.against)
     names = ("where", "min_reward", "per_group", "dedupe", "against", "against_words")
-    facts: dict[str, Any] = {"filter": {name: getattr(settings, name) for name in names}}
+    facts: Json = {"filter": {name: getattr(settings, name) for name in names}}
     if forbidden is not None:
         facts["against"] = {"texts": forbidden.texts, "too_short": forbidden.too_short}
     facts |= _public_facts(settings, facts)
@@ -209,7 +210,7 @@ def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -
     return WithCard(format, asked)
 
 
-def _public_facts(settings: ExportSettings, facts: dict[str, Any]) -> dict[str, Any]:
+def _public_facts(settings: ExportSettings, facts: Json) -> Json:
     """Removes paths and user names before a push, and from URLs."""
     from ..publishing.card import public_name
 

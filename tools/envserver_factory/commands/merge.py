@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from envserver_records.errors import ConfigError, InputError, UsageError
+from envserver_records.tasks import Json
 from pydantic import Field
 
 from envserver.cli import lean_imports
@@ -319,7 +320,7 @@ class _Work:
         write_json(path, msgspec.to_builtins(wanted))
         return wanted
 
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self) -> Json:
         from envserver.cli.evaluating import read_members
 
         return {
@@ -408,7 +409,7 @@ def _reports(folder: Path) -> list[Report]:
     return read_folder(folder, View())
 
 
-def _described(folder: Path) -> dict[str, Any]:
+def _described(folder: Path) -> Json:
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder.")
     weights = sorted(folder.glob("*.safetensors"))

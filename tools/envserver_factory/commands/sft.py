@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from envserver_records.errors import ConfigError, UsageError
-from pydantic import Field
+from envserver_records.tasks import Json
+from pydantic import Field, PositiveInt
 
 from envserver.cli import lean_imports
 from envserver.cli.command_line import ENGINE, SAMPLING, CommandSpec
@@ -51,7 +52,7 @@ class RowSettings(Section):
     original script."""
     notes: bool = False
     """Fill {notes} with the outputs of earlier hops; otherwise it is empty."""
-    characters: int = Field(default=4000, ge=1)
+    characters: PositiveInt = 4000
     """Maximum length of {context} and of {notes} in characters; the end is kept."""
     form: Literal["rows", "messages"] = "rows"
     """rows: instruction and output; messages: the same as a conversation."""
@@ -159,9 +160,9 @@ rows of each tool there. Nothing is written."""
 class PreviewSettings(RowSettings):
     tool: str | None = None
     """Show only rows of this tool; unset: of every tool."""
-    n: int = Field(default=1, ge=1)
+    n: PositiveInt = 1
     """Rows to show for each tool."""
-    trajectories: int = Field(default=1000, ge=1)
+    trajectories: PositiveInt = 1000
     """Maximum number of trajectories to read."""
     width: int = Field(default=1000, ge=20)
     """Characters to show of each instruction and output."""
@@ -202,18 +203,18 @@ def run_preview(argv: list[str]) -> int:
     return 0 if rows else 1
 
 
-def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str], Counter[str]]:
+def _rows(settings: PreviewSettings) -> tuple[list[Json], Counter[str], Counter[str]]:
     from ..sft_building.per_tool import read_templates, reward_of, rows_of
     from ..trajectories import objects
 
     templates = read_templates(settings.templates)
     choice = _choice(settings)
-    shown: list[dict[str, Any]] = []
+    shown: list[Json] = []
     tools: Counter[str] = Counter()
     made: Counter[str] = Counter()
     read = 0
     for document in objects(settings.sources):
-        rows: Iterable[dict[str, Any]]
+        rows: Iterable[Json]
         if _is_row(document.value):
             rows = [document.value]
         elif read == settings.trajectories:
@@ -232,7 +233,7 @@ def _rows(settings: PreviewSettings) -> tuple[list[dict[str, Any]], Counter[str]
     return shown, tools, made
 
 
-def _is_row(document: dict[str, Any]) -> bool:
+def _is_row(document: Json) -> bool:
     return "tool" in document and ("instruction" in document or "messages" in document)
 
 
@@ -241,7 +242,7 @@ def _tools(actions: Any) -> Iterable[str]:
     return [str(action.get("tool")) for action in found if isinstance(action, dict)]
 
 
-def _show_row(console: Console, row: dict[str, Any], width: int) -> None:
+def _show_row(console: Console, row: Json, width: int) -> None:
     if "messages" in row:
         instruction, output = (message["content"] for message in row["messages"])
         place = f"{row['task_id']}, step {row['step']}"
@@ -271,7 +272,7 @@ class PrepareSettings(Section):
     """Fraction of the rows used for validation, rounded down."""
     test_ratio: float = Field(default=0.05, ge=0, lt=1)
     """Fraction of the rows used for test, rounded down; 0: no test file."""
-    limit: int | None = Field(default=None, ge=1)
+    limit: PositiveInt | None = None
     """Maximum number of rows, taken from the start before the shuffle."""
     form: Literal["messages", "prompt"]
     """messages: conversations; prompt: {"prompt", "completion"}."""
@@ -280,7 +281,7 @@ class PrepareSettings(Section):
     `prompt`; unset: they stay conversations, and the template is applied at training."""
     verify: bool
     """Keep only rows whose completion the environment of the same name scores as correct."""
-    processes: int = Field(default=2, ge=1)
+    processes: PositiveInt = 2
     """Number of rows verified in parallel, each in its own process."""
     sandbox: SandboxConfig = SandboxConfig()
     upload: str | None = None
@@ -396,7 +397,7 @@ def _prepare(name: str, settings: PrepareSettings, example_of: Callable[..., Any
     return 0
 
 
-def _show_summary(console: Console, summary: dict[str, Any], out: Path) -> None:
+def _show_summary(console: Console, summary: Json, out: Path) -> None:
     counts = ", ".join(f"{name} {count:,}" for name, count in summary["counts"].items())
     lines = [
         f"{summary['rows']:,} rows of {summary['input']}: {counts}; {summary['dropped']:,} dropped"
@@ -472,7 +473,7 @@ class GenerateSettings(Settings):
 
 class RouterGenerateSettings(GenerateSettings):
     out: Path = Path("data/router-plans")
-    rows: int | None = Field(default=None, ge=1)
+    rows: PositiveInt | None = None
     """Maximum number of rows; unset: all that are usable."""
     balance: Literal["none", "route", "difficulty", "both"] = "none"
     """Choose the rows (`rows`) so that routes, difficulties, or both together are equally
@@ -534,7 +535,6 @@ GENERATE_MATH = _solutions("math", "compared by the math scorer")
 GENERATE_CODE = _solutions("code", "run against the problem's tests in a sandbox")
 
 G = TypeVar("G", bound=GenerateSettings)
-Json = dict[str, Any]
 
 _PLANS: Json = {"data_set": "queries", "profile": "coursegpt", "group_size": 1, "repair": 2}
 _TRIES: Json = {"group_size": 8, "mode": "single"}

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 from envserver_records.errors import ConfigError, InputError, NotFoundError
-from envserver_records.records import Message, text_of
+from envserver_records.records import Json, Message, text_of
 from numpy.typing import NDArray
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
@@ -373,7 +373,6 @@ def _found(grams: Hashes, known: Hashes) -> NDArray[np.bool_]:
     return found
 
 
-Json = dict[str, Any]
 SCHEMA_VERSION = 1
 
 DROPPED = {

@@ -28,7 +28,7 @@ import orjson
 from envserver_records.errors import ConfigError, EnvserverError, InputError, NotFoundError
 from envserver_records.extras import install_command
 from envserver_records.files import replace_folder, replacing, storing
-from envserver_records.records import Message, chained, digest_after
+from envserver_records.records import Json, Message, chained, digest_after
 from numpy.typing import NDArray
 
 from envserver.export.jsonl import lock
@@ -44,7 +44,6 @@ class NamedFile:
     data: bytes
 
 
-Json = dict[str, Any]
 Row = Json | NamedFile
 _INDENTED = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
@@ -373,7 +372,7 @@ def prompt_of(messages: list[Message]) -> list[Message]:
 
 
 def _pair(better: StoredRollout, worse: StoredRollout, prompt: list[Message]) -> Row:
-    pair: dict[str, Any] = {
+    pair: Json = {
         "prompt": prompt,
         "chosen": better.messages[len(prompt) :],
         "rejected": worse.messages[len(prompt) :],
@@ -407,7 +406,7 @@ class Atropos(Format):
             yield kept_line(group, {rollout.rollout_id for rollout in kept})
 
 
-def kept_line(group: StoredGroup, rollout_ids: set[str]) -> dict[str, Any]:
+def kept_line(group: StoredGroup, rollout_ids: set[str]) -> Json:
     """Returns the line with these rollouts only, without the whole group's advantages."""
     line = group.line
     rows: list[int] = []

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
 from envserver_records.costs import Cost
-from envserver_records.records import Message, text_of
+from envserver_records.records import Json, Message, text_of
 from envserver_records.tasks import RewardRange
 from markupsafe import Markup
 
@@ -28,11 +28,11 @@ from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 from envserver.export.unified import called
 from envserver.formats.shown_text import token_texts
 
-from .formats import Format, Json, Row, Written, needs_folder
+from .formats import Format, Row, Written, needs_folder
 
-MOST_NAMES: Final = 50
-OTHER: Final = "(others)"
-BINS: Final = 10
+MOST_NAMES = 50
+OTHER = "(others)"
+BINS = 10
 
 
 @dataclass
@@ -159,13 +159,13 @@ def _count(counter: Counter[str], name: str, number: int = 1) -> None:
 TokenText = Callable[[int], str | None]
 """Returns the text of a token id, None where unknown."""
 
-MOST_SHOWN: Final = 20_000
+MOST_SHOWN = 20_000
 """Maximum characters of one text."""
-MOST_MESSAGES: Final = 400
-MOST_TOKENS: Final = 4_000
+MOST_MESSAGES = 400
+MOST_TOKENS = 4_000
 """Maximum sampled tokens shown of one training row."""
-MOST_ROWS: Final = 8
-_SHADES: Final = (0.9, 0.5, 0.2, 0.05)
+MOST_ROWS = 8
+_SHADES = (0.9, 0.5, 0.2, 0.05)
 
 
 def _number(value: Any) -> str:
@@ -258,11 +258,11 @@ def _sampled(index: int, logprob: float, token_text: TokenText) -> Piece:
     return f"⟨{index}⟩" if text is None else text, tooltip, shade
 
 
-MOST_ROLLOUTS: Final = 200
+MOST_ROLLOUTS = 200
 """Maximum rollouts of one page."""
-MOST_CHARACTERS: Final = 4 * 2**20
+MOST_CHARACTERS = 4 * 2**20
 """Maximum characters of one page; the group that reaches it is the last."""
-_INDEX: Final = "index.html"
+_INDEX = "index.html"
 
 
 class Html(Format):
@@ -387,7 +387,7 @@ def _shade(value: float | None) -> str:
     return f"s{min(5, max(0, round(value * 5)))}" if value == value else "sx"
 
 
-_template: Final = functools.partial(
+_template = functools.partial(
     template,
     __package__,
     number=_number,

@@ -17,33 +17,33 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from envserver_records.errors import ConfigError
 from envserver_records.extras import install_command
-from envserver_records.records import Message, Result, text_of
+from envserver_records.records import Json, Message, Result, text_of
 
 from envserver.environment import answer_text
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.export.unified import first_question
 
-from .formats import Format, Json, Options, Row, Written, kept_line
+from .formats import Format, Options, Row, Written, kept_line
 
 # `message_of(inspect_message(m, ...))` is `m`. Where Inspect's types cannot hold all of a message
 # (other keys, the spelling of a call's arguments), the message itself is in its metadata.
 
-WHOLE: Final = "envserver"
+WHOLE = "envserver"
 """Key of a message's metadata that holds the message itself."""
 
-_ROLES: Final = {"developer": "system", "function": "tool"}
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 def inspect_message(message: Message, message_id: str) -> Any:
     from inspect_ai import model
 
     role = str(message.get("role"))
-    shared: dict[str, Any] = {"id": message_id, "content": _content(message)}
+    shared: Json = {"id": message_id, "content": _content(message)}
     match _ROLES.get(role, role):
         case "system":
             made: Any = model.ChatMessageSystem(**shared)
@@ -86,12 +86,12 @@ def message_of(made: Any) -> Message:
     return message
 
 
-def calls_of(message: Message) -> list[dict[str, Any]]:
+def calls_of(message: Message) -> list[Json]:
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
 
 
-def arguments_of(call: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+def arguments_of(call: Json) -> tuple[str, Json, str | None]:
     """Returns a call's function, its arguments, and why they cannot be read."""
     function = call.get("function")
     function = function if isinstance(function, dict) else {}
@@ -146,7 +146,7 @@ def _part_of(part: Any) -> Any:
     return part.model_dump(exclude_none=True)
 
 
-def _call(call: dict[str, Any], number: int) -> Any:
+def _call(call: Json, number: int) -> Any:
     from inspect_ai.tool import ToolCall
 
     name, arguments, problem = arguments_of(call)
@@ -158,7 +158,7 @@ def _call(call: dict[str, Any], number: int) -> Any:
     )
 
 
-def _call_of(call: Any) -> dict[str, Any]:
+def _call_of(call: Any) -> Json:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return {
         "id": call.id,
@@ -184,7 +184,7 @@ class Turn(NamedTuple):
     sampled: int | None = None
 
 
-_LATEST: Final = 9.2e9
+_LATEST = 9.2e9
 """A moment of the year 2261, the last one of 64 bits of nanoseconds: files may say anything."""
 
 
@@ -242,11 +242,11 @@ def moment(seconds: float) -> float:
     return min(max(seconds, 0.0), _LATEST) if math.isfinite(seconds) else 0.0
 
 
-_STOPS: Final = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
-_LIMITS: Final = {"turns": "turn", "tokens": "token", "time": "time", "context": "context"}
-REWARD: Final = "reward"
+_STOPS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls"}
+_LIMITS = {"turns": "turn", "tokens": "token", "time": "time", "context": "context"}
+REWARD = "reward"
 """Name of the score that is a rollout's reward."""
-LOST: Final = "lost"
+LOST = "lost"
 """Key of the metadata of a lost rollout: the kind of its failure."""
 
 
@@ -491,11 +491,11 @@ def _moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-STORE: Final = "envserver"
+STORE = "envserver"
 """Key of a sample's store that holds the rollout as a line of `process`, without messages."""
 
-_TOKENS: Final = ("tokens", "masks", "inference_logprobs")
-_KEPT: Final = (*_TOKENS, "scores", "generation_params", "env_id", "envserver")
+_TOKENS = ("tokens", "masks", "inference_logprobs")
+_KEPT = (*_TOKENS, "scores", "generation_params", "env_id", "envserver")
 
 
 class Inspect(Format):

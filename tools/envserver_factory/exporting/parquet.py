@@ -11,41 +11,41 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
-from envserver_records.records import Message, text_of
+from envserver_records.records import Json, Message, text_of
 
 from envserver.export.stored import StoredGroup, StoredRollout, StoredRow
 
-from .formats import Format, Json, Options, Row, Written
+from .formats import Format, Options, Row, Written
 
 Table = Any
 """A `pyarrow.Table`, which has no types."""
 Schema = Any
 
-FOLDER: Final = "data"
-ROW_GROUP_BYTES: Final = 32 * 2**20
+FOLDER = "data"
+ROW_GROUP_BYTES = 32 * 2**20
 """Before compression; bounds memory of writer and reader."""
-_BYTES_A_TOKEN: Final = 9
-_BYTES_BESIDE: Final = 1024
+_BYTES_A_TOKEN = 9
+_BYTES_BESIDE = 1024
 
-_PLAIN: Final = (
+_PLAIN = (
     *("rollout_id", "group_id", "env", "domain", "task_id", "split", "model", "finish_reason"),
     *("limit", "reward", "turns", "truncated", "index", "attempt", "seed", "policy_version"),
     *("created_at", "flags", "length", "sampled"),
 )
 """Columns that are fields of a rollout."""
-_AS_JSON: Final = (
+_AS_JSON = (
     *("rewards", "turn_rewards", "components", "metrics", "agent_metrics", "output"),
     *("tools", "actions", "others", "usage", "hooks", "egress"),
 )
 """Fields that become a column NAME_json."""
-_TEXTS: Final = ("role", "content", "reasoning_content", "name", "tool_call_id")
+_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 
 
 class Parquet(Format):
@@ -129,7 +129,7 @@ def rows_of(rollout: StoredRollout, generation_params: Json | None = None) -> li
     ]
 
 
-_WITHOUT_TOKENS: Final = StoredRow(
+_WITHOUT_TOKENS = StoredRow(
     tokens=np.empty(0, np.int32),
     mask=np.empty(0, np.uint8),
     logprobs=np.empty(0, np.float32),

@@ -15,19 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
 
 import yaml
 from envserver_records.errors import ConfigError, EnvserverError, InputError
 from envserver_records.files import read_object, sha256_of
+from envserver_records.tasks import Json
 
 from .tensors import Model, Tensor, Weights, is_adapter
 from .writing import Made, Recipe, appearing, check_places, facts_of, write_card
 
-FAST: Final = "tokenizer.json"
-_OTHERS: Final = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
-_TEMPLATE: Final = "chat_template.jinja"
-_SHOWN_TOKENS: Final = 4
+FAST = "tokenizer.json"
+_OTHERS = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt")
+_TEMPLATE = "chat_template.jinja"
+_SHOWN_TOKENS = 4
 
 
 def differences(base: Path, other: Path) -> list[str]:
@@ -55,7 +55,7 @@ def same_template(base: Path, other: Path) -> bool:
     return not (ours.is_file() and theirs.is_file()) or _same_bytes(ours, theirs)
 
 
-def _of_fast(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def _of_fast(base: Json, other: Json) -> list[str]:
     found = _of_ids(_vocabulary(base), _vocabulary(other), "token")
     found += _of_ids(_added(base), _added(other), "added token")
     merges = [_merges(one) for one in (base, other)]
@@ -67,7 +67,7 @@ def _of_fast(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _of_ids(base: Mapping[str, Any], other: Mapping[str, Any], what: str) -> list[str]:
+def _of_ids(base: Json, other: Json, what: str) -> list[str]:
     missing = "has none"
     words = [
         f"{what} {name!r}: {base.get(name, missing)} in the base, {other.get(name, missing)} here"
@@ -78,18 +78,18 @@ def _of_ids(base: Mapping[str, Any], other: Mapping[str, Any], what: str) -> lis
     return [*words[:_SHOWN_TOKENS], *([f"... and {more} more"] if more > 0 else [])]
 
 
-def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def _vocabulary(tokenizer: Json) -> Json:
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: [piece, score], the id is the place
         return {str(one[0]): number for number, one in enumerate(vocabulary)}
     return dict(vocabulary)
 
 
-def _added(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def _added(tokenizer: Json) -> Json:
     return {str(one.get("content")): one.get("id") for one in tokenizer.get("added_tokens") or ()}
 
 
-def _merges(tokenizer: Mapping[str, Any]) -> list[str]:
+def _merges(tokenizer: Json) -> list[str]:
     """Returns the merges in one form: older files have `a b`, newer ones `[a, b]`."""
     merges = (tokenizer.get("model") or {}).get("merges") or []
     return [one if isinstance(one, str) else " ".join(one) for one in merges]
@@ -102,15 +102,15 @@ def _same_bytes(one: Path, other: Path) -> bool:
 Names = Mapping[str, str | None]
 """Tensor of the base -> its name in another model; None where that model has none."""
 
-_SHOWN: Final = 5
-_HEADS: Final = ("lm_head.weight", "embed_out.weight")
-_EMBEDDINGS: Final = (
+_SHOWN = 5
+_HEADS = ("lm_head.weight", "embed_out.weight")
+_EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
     "word_embeddings.weight",
     "embed_in.weight",
 )
-_MEANINGLESS: Final = frozenset(
+_MEANINGLESS = frozenset(
     (
         *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "unsloth_version", "unsloth_fixed"),
@@ -120,7 +120,7 @@ _MEANINGLESS: Final = frozenset(
     )
 )
 """Config keys that say nothing about the meaning of weights."""
-_ROWS_AT_A_TIME: Final = 4096
+_ROWS_AT_A_TIME = 4096
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def check(
     return names, list(dict.fromkeys(found.notes))
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Json:
     """Reads a model's config.json; empty where there is none (an adapter's folder)."""
     path = folder / "config.json"
     return read_object(path) if path.is_file() else {}
@@ -254,7 +254,7 @@ def _check_tokenizer(base: Model, other: Model, allowed: Allowed, found: _Found)
         found.notes.append(f"{name} has another chat template; the base's is kept")
 
 
-def _is_tied(config: Mapping[str, Any]) -> bool:
+def _is_tied(config: Json) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
@@ -273,10 +273,10 @@ def _equal(model: Model, one: Tensor, other: Tensor) -> bool:
     return True
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flat(tree: Json, prefix: str = "") -> Json:
+    flat: Json = {}
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             flat |= _flat(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
@@ -291,11 +291,11 @@ def _listed(what: str, lines: Sequence[str], most: int = _SHOWN) -> list[str]:
     return [f"{what}: {shown}"]
 
 
-PROGRAM: Final = "mergekit-yaml"
-CONFIG: Final = "mergekit_config.yml"
-_STDERR: Final = 2
-_BETWEEN_TWO: Final = ("slerp", "nearswap", "arcee_fusion")
-_WITHOUT_BASE: Final = ("linear", "multislerp", "karcher")
+PROGRAM = "mergekit-yaml"
+CONFIG = "mergekit_config.yml"
+_STDERR = 2
+_BETWEEN_TWO = ("slerp", "nearswap", "arcee_fusion")
+_WITHOUT_BASE = ("linear", "multislerp", "karcher")
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Method:
 
     name: str
     density: float | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Json = field(default_factory=dict)
 
 
 def merge_with(
@@ -344,7 +344,7 @@ def merge_with(
     return notes
 
 
-def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
+def config_of(method: Method, recipe: Recipe) -> Json:
     if any(vector.minus is not None for vector in recipe.vectors) or recipe.alphas != (1.0,):
         raise ConfigError(
             f"--method {method.name} takes models with weights: --add DIR=0.5.",
@@ -358,11 +358,9 @@ def config_of(method: Method, recipe: Recipe) -> dict[str, Any]:
             f"{adapters[0]} is an adapter; --method {method.name} is given whole models.",
             hint="`envserver merge --base BASE --add ADAPTER --out DIR` makes one of it.",
         )
-    models: list[dict[str, Any]] = [
-        _model(vector.plus, vector.weight, method) for vector in recipe.vectors
-    ]
+    models: list[Json] = [_model(vector.plus, vector.weight, method) for vector in recipe.vectors]
     parameters = dict(method.parameters)
-    config: dict[str, Any] = {"merge_method": method.name}
+    config: Json = {"merge_method": method.name}
     if method.name in _BETWEEN_TWO:
         if len(models) != 1:
             raise ConfigError(f"--method {method.name} is of the base and one --add.")
@@ -388,14 +386,14 @@ def find_program() -> str:
     return found
 
 
-def _model(folder: Path, weight: float, method: Method) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"weight": weight}
+def _model(folder: Path, weight: float, method: Method) -> Json:
+    parameters: Json = {"weight": weight}
     if method.density is not None:
         parameters["density"] = method.density
     return {"model": str(folder.resolve()), "parameters": parameters}
 
 
-def _run(program: str, config: Mapping[str, Any], folder: Path) -> str:
+def _run(program: str, config: Json, folder: Path) -> str:
     """Runs the program; returns mergekit's version, as far as known."""
     path = folder.with_name(CONFIG)
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
@@ -414,7 +412,7 @@ def _version(program: str) -> str:
     return names[0] if names else "unknown"
 
 
-def _portable(config: Mapping[str, Any]) -> dict[str, Any]:
+def _portable(config: Json) -> Json:
     models = [{**one, "model": Path(one["model"]).name} for one in config["models"]]
     portable = {**config, "models": models}
     if "base_model" in config:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from envserver_records.errors import ConflictError, InputError
@@ -41,7 +41,7 @@ from .writing import (
     write_index,
 )
 
-_KIND: Final = "task vector"
+_KIND = "task vector"
 
 
 def open_vector(path: Path) -> Weights:
@@ -110,7 +110,7 @@ def _check_place(path: Path, overwrite: bool) -> None:
         )
 
 
-PIECE: Final = 1 << 20
+PIECE = 1 << 20
 """Numbers of a tensor merged at a time; a longer row is one piece."""
 
 

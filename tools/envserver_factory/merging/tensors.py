@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Protocol, Self
+from typing import Any, BinaryIO, Protocol, Self
 
 import numpy as np
 from envserver_records.errors import InputError, NotFoundError
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
-SIZES: Final = {
+SIZES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
@@ -38,12 +38,12 @@ SIZES: Final = {
 }
 """Bytes of one number, by the dtype's name in a file."""
 
-FLOATS: Final = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes that can be added. All others (indices, masks, quantised weights) are only copied."""
 
-_STORED: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_NAN: Final = 0x7FC0
-_EXPONENT: Final = 0x7F80
+_STORED = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NAN = 0x7FC0
+_EXPONENT = 0x7F80
 
 
 def decoded(data: bytes | bytearray | memoryview, dtype: str) -> Floats:
@@ -78,11 +78,11 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     return rounded
 
 
-INDEX: Final = "model.safetensors.index.json"
-WHOLE: Final = "model.safetensors"
-LONGEST_HEADER: Final = 100_000_000
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+LONGEST_HEADER = 100_000_000
 """Maximum bytes of a header; the format's own limit."""
-_LENGTH: Final = 8
+_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -280,14 +280,14 @@ def _broken(path: Path, what: str) -> InputError:
 # The names in the files and the scaling (`lora_alpha / r`, with `use_rslora` `lora_alpha /
 # sqrt(r)`, patterns of ranks and alphas) are those of huggingface/peft.
 
-CONFIG: Final = "adapter_config.json"
-_WEIGHTS: Final = "adapter_model.safetensors"
-_PREFIX: Final = "base_model.model."
-_PART: Final = re.compile(
+CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PART = re.compile(
     r"(?P<module>.+?)(?:\.base_layer)?\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?"
 )
-_CHANGES_BASE: Final = ("pissa", "olora", "loftq", "corda", "lora_ga")
-_REFUSED: Final = (
+_CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_REFUSED = (
     "use_dora",
     "use_qalora",
     "lora_bias",
@@ -298,7 +298,7 @@ _REFUSED: Final = (
     "alora_invocation_tokens",
     "arrow_config",
 )
-_HINT: Final = "Load it with peft, call merge_and_unload() and save_pretrained(), and name that."
+_HINT = "Load it with peft, call merge_and_unload() and save_pretrained(), and name that."
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from envserver_records.errors import ConfigError, ConflictError, StoreError, StoreFull
 from envserver_records.files import replace_folder, sha256_of, sync_tree
+from envserver_records.tasks import Json
 
 from envserver.version import __version__
 
@@ -103,11 +104,11 @@ def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
     return tuple(vectors)
 
 
-RECIPE: Final = "merge.json"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALIGNMENT: Final = 8
-_UNFINISHED: Final = ".merging-"
-_YOUNG_SECONDS: Final = 10
+RECIPE = "merge.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALIGNMENT = 8
+_UNFINISHED = ".merging-"
+_YOUNG_SECONDS = 10
 
 
 class WeightsWriter:
@@ -143,7 +144,7 @@ class WeightsWriter:
 
 
 def _header(like: File) -> bytes:
-    header: dict[str, Any] = {"__metadata__": dict(like.metadata)} if like.metadata else {}
+    header: Json = {"__metadata__": dict(like.metadata)} if like.metadata else {}
     start = 0
     for tensor in like.tensors:
         offsets = [start, start + tensor.size]
@@ -254,7 +255,7 @@ def _rename(folder: Path, place: Path) -> None:
     replace_folder(folder, place, folder.with_name(f"{folder.name}-old"))
 
 
-_COPIED: Final = (
+_COPIED = (
     "*.json",
     "*.jinja",
     "*.txt",
@@ -264,8 +265,8 @@ _COPIED: Final = (
     "LICENSE*",
     "NOTICE*",
 )
-_OURS: Final = ("*.index.json", RECIPE, "make_tiny.json", "trainer_state.json", "adapter_*.json")
-_TEMPLATES: Final = "additional_chat_templates"
+_OURS = ("*.index.json", RECIPE, "make_tiny.json", "trainer_state.json", "adapter_*.json")
+_TEMPLATES = "additional_chat_templates"
 
 
 def copy_rest(base: Path, folder: Path) -> list[str]:
@@ -286,16 +287,16 @@ Report = Callable[[int], None]
 
 # Inputs are named by their folder's name and the sha256 of their weights, never by a path.
 
-_DIGITS: Final = 16
+_DIGITS = 16
 """Digits of a sha256 in the card; merge.json has all."""
 
 
 @dataclass(frozen=True)
 class Facts:
     method: str
-    inputs: list[dict[str, Any]]
+    inputs: list[Json]
     """Each with the folder's name, and the sha256 of its files."""
-    vectors: list[dict[str, Any]]
+    vectors: list[Json]
     notes: list[str]
     versions: dict[str, str]
 

@@ -11,10 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
+from envserver_records.tasks import Json
 
 from envserver.export.stored import StoredGroup, StoredRollout
 from envserver.version import __version__
@@ -22,14 +23,14 @@ from envserver.version import __version__
 from ..exporting.formats import MANIFEST, Format, NamedFile, Row, Writer, Written
 from ..exporting.html import RunFacts
 
-CARD: Final = "README.md"
-_LOOKED_AT: Final = 1000
+CARD = "README.md"
+_LOOKED_AT = 1000
 """Rows inspected for the card's list of columns."""
-_LONGEST: Final = 100
-_BAR: Final = 30
-_SIZES: Final = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
-_SPLITS: Final = ("train", "validation", "test")
-_ABOUT: Final = {
+_LONGEST = 100
+_BAR = 30
+_SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "100K<n<1M"}
+_SPLITS = ("train", "validation", "test")
+_ABOUT = {
     "atropos": "One row is a group of rollouts of one task, in the form of Atropos.",
     "messages": "One row is a conversation for supervised fine-tuning, in OpenAI's chat form.",
     "dpo": "One row is a pair of answers to one prompt, the chosen one of a higher reward.",
@@ -47,7 +48,7 @@ _ABOUT: Final = {
 class Asked:
     title: str
     sources: Sequence[str]
-    filter: dict[str, Any] = field(default_factory=dict)
+    filter: Json = field(default_factory=dict)
     against: Sequence[str] = ()
     against_words: int = 0
 
@@ -158,9 +159,9 @@ def public_name(source: str) -> str:
     return f"{parts.scheme}://{host}" + (f"/{last}" if last else "")
 
 
-def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> dict[str, Any]:
+def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> Json:
     size = next((size for most, size in _SIZES.items() if rows < most), "n>1M")
-    header: dict[str, Any] = {
+    header: Json = {
         "pretty_name": _plain(asked.title),
         "license": "unknown",
         "task_categories": ["text-generation"],
@@ -222,7 +223,7 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
-def _names(names: Sequence[str] | dict[str, Any]) -> str:
+def _names(names: Sequence[str] | Json) -> str:
     return ", ".join(map(_code, names)) or "none"
 
 

@@ -18,19 +18,20 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import yaml
 from envserver_records.errors import ConfigError, InputError, StoreError
 from envserver_records.extras import install_command
 from envserver_records.files import read_object, replacing_path, sha256_of, storing
+from envserver_records.tasks import Json
 
-_KIND: Final = "envserver/"
+_KIND = "envserver/"
 """Beginning of the data set type of our results."""
-_BEGIN: Final = "<!-- envserver: evaluation -->"
-_END: Final = "<!-- envserver: end of evaluation -->"
-_SECTION: Final = re.compile(rf"\n*{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
-_HEADER: Final = re.compile(r"\A---\r?\n(.*?)^---[ \t]*\r?\n?", re.DOTALL | re.MULTILINE)
+_BEGIN = "<!-- envserver: evaluation -->"
+_END = "<!-- envserver: end of evaluation -->"
+_SECTION = re.compile(rf"\n*{re.escape(_BEGIN)}.*?{re.escape(_END)}\n*", re.DOTALL)
+_HEADER = re.compile(r"\A---\r?\n(.*?)^---[ \t]*\r?\n?", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def with_results(text: str, name: str, results: Sequence[Result]) -> str:
     return joined_card(header, f"{body}\n\n{_BEGIN}\n{_table(results)}{_END}\n")
 
 
-def split_card(text: str) -> tuple[dict[str, Any], str]:
+def split_card(text: str) -> tuple[Json, str]:
     """Returns the header of a card, {} without one, and the text below."""
     found = _HEADER.match(text)
     if found is None:
@@ -73,12 +74,12 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return header, text[found.end() :]
 
 
-def joined_card(header: Mapping[str, Any], body: str) -> str:
+def joined_card(header: Json, body: str) -> str:
     header_text = yaml.safe_dump(dict(header), sort_keys=False, allow_unicode=True)
     return f"---\n{header_text}---\n\n{body.lstrip(chr(10))}"
 
 
-def _entries(header: Mapping[str, Any]) -> list[Any]:
+def _entries(header: Json) -> list[Any]:
     models = header.get("model-index")
     first = models[0] if isinstance(models, list) and models else {}
     found = first.get("results") if isinstance(first, dict) else None
@@ -90,7 +91,7 @@ def _is_ours(entry: Any) -> bool:
     return isinstance(data, dict) and str(data.get("type", "")).startswith(_KIND)
 
 
-def _entry(result: Result) -> dict[str, Any]:
+def _entry(result: Result) -> Json:
     counted = {"tasks": result.tasks, "attempts": result.attempts}
     interval = {} if result.low is None else {"low": result.low, "high": result.high}
     metrics = [
@@ -131,12 +132,12 @@ def _table(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n" + footnote
 
 
-_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_WEIGHTS: Final = (
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHTS = (
     *("model.safetensors", "model-*-of-*.safetensors"),
     "adapter_model.safetensors",
 )
-_ALLOWED: Final = (
+_ALLOWED = (
     *_WEIGHTS,
     *("*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json"),
@@ -144,24 +145,24 @@ _ALLOWED: Final = (
     *("additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json"),
     *("README.md", "LICENSE*", "NOTICE*", "merge.json", "training.json", "metrics.jsonl"),
 )
-_CARD: Final = "README.md"
-_BASE: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_CARD = "README.md"
+_BASE = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """A name on the hub; those of old models have no owner."""
-_UNFINISHED: Final = ".work"
-_REASONS: Final = (
+_UNFINISHED = ".work"
+_REASONS = (
     ("optimizer state", ("optimizer*", "scheduler*", "rng_state*", "trainer_state*", "*.distcp")),
     ("Python's pickles may run code", ("*.bin", "*.pt", "*.pth", "*.pkl")),
 )
-_SECRETS: Final = {
+_SECRETS = {
     "a token of the Hugging Face hub": re.compile(rb"\bhf_[A-Za-z0-9]{30,}"),
     "a key of an API": re.compile(rb"\bsk-[A-Za-z0-9_-]{24,}"),
     "a key of AWS": re.compile(rb"\bAKIA[0-9A-Z]{16}\b"),
     "a token of GitHub": re.compile(rb"\b(?:gh[pousr]_[A-Za-z0-9]{36}|github_pat_\w{50,})"),
     "a private key": re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
 }
-_SECRET_NAMES: Final = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY")
-_LEAST_SECRET: Final = 12
-_BLOCK: Final = 1 << 20
+_SECRET_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_?KEY")
+_LEAST_SECRET = 12
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from envserver_records.errors import ConfigError
 from envserver_records.files import replace_folder, storing
+from envserver_records.tasks import Json
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def write_lines(path: Path, lines: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
+def write_summary(path: Path, summary: Json) -> None:
     """Writes JSON for people: two spaces, keys in order, no newline at the end."""
     write_lines(path, [json.dumps(summary, indent=2).encode()])
 
@@ -75,9 +76,6 @@ def _put(beside: Path, place: Path) -> None:
     old = place.with_name(f".{place.name}.{os.getpid()}.old")
     replace_folder(beside, place, old)
     shutil.rmtree(old, ignore_errors=True)
-
-
-Json = dict[str, Any]
 
 
 class Spool:

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 from envserver_records.errors import ConfigError, InputError
 from envserver_records.extras import install_command
 from envserver_records.files import storing
+from envserver_records.tasks import Json
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from envserver.export.stored import StoredGroup, StoredRollout, read_groups
@@ -29,7 +30,6 @@ from envserver.rows.sources import Source, streamed
 
 from . import Spool, Three, new_folder, split_three, write_lines, write_summary
 
-Json = dict[str, Any]
 Message = dict[str, str]
 Form = Literal["messages", "prompt"]
 

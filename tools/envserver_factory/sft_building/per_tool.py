@@ -19,6 +19,7 @@ from typing import Any, Literal
 import yaml
 from envserver_records.errors import ConfigError, InputError, NotFoundError
 from envserver_records.files import storing
+from envserver_records.tasks import Json
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from envserver.folders import shipped
@@ -167,7 +168,6 @@ def _as_json(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-Json = dict[str, Any]
 Form = Literal["rows", "messages"]
 OnProgress = Callable[[int, int], None]
 """Called with the numbers of trajectories and bytes read so far."""

@@ -20,6 +20,7 @@ from itertools import chain, islice, repeat, starmap, zip_longest
 from typing import Any, Literal
 
 import msgspec
+from envserver_records.tasks import Json
 
 from envserver.settings.config import SimConfig
 
@@ -37,7 +38,6 @@ from .requests import (
 )
 from .responses import (
     Answer,
-    Json,
     Ranked,
     chat_facts,
     chat_starts,

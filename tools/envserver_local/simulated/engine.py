@@ -25,7 +25,7 @@ from envserver_records.errors import (
     EngineTimeout,
     EngineUnavailable,
 )
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 
 from envserver.models.engine import EngineRequest, ReplicaHealth
 from envserver.settings.config import SimConfig
@@ -33,7 +33,6 @@ from envserver.version import __version__
 
 from .answers import MODEL, Plan, Planner
 from .policy import Policy, Said, Solver, Speaker, Wish, without_specials
-from .responses import Json
 from .tokenizer import (
     Conversation,
     SimTokenizer,

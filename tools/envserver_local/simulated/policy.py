@@ -17,15 +17,17 @@ import math
 import random
 import re
 import string
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
 import msgspec
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 
 from envserver.settings.config import SimConfig
 
+from . import ASSETS
 from .tokenizer import (
     END_OF_TEXT,
     IM_END,
@@ -36,12 +38,9 @@ from .tokenizer import (
     refusal,
 )
 
-REFUSALS = (
-    "I'm sorry, but I can't help with that.",
-    "I cannot assist with this request.",
-    "As an AI language model, I am not able to answer this.",
-)
-_LOOPS = ("The answer is the answer is ", "Wait, let me check that again. ", "0")
+_PHRASES = tomllib.loads((ASSETS / "phrases.toml").read_text(encoding="utf-8"))
+OPENERS, CLOSERS, REFUSALS = (_PHRASES[name] for name in ("openers", "closers", "refusals"))
+NOUNS, VERBS = _PHRASES["nouns"].split(), _PHRASES["verbs"].split()
 _UNDECLARED = "unexpected_argument"
 
 
@@ -64,7 +63,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def faulty(
-    turn: Turn, rates: SimConfig, rng: random.Random, *, tools: dict[str, Any], free: bool
+    turn: Turn, rates: SimConfig, rng: random.Random, *, tools: Json, free: bool
 ) -> Said | None:
     """What is said instead of `turn`, or None: it is said as it is.
 
@@ -76,7 +75,7 @@ def faulty(
     if free and refuses < rates.refusal_rate:
         return Said(rng.choice(REFUSALS))
     if free and repeats < rates.repetition_rate:
-        return Said(rng.choice(_LOOPS), endless=True)
+        return Said(rng.choice(_PHRASES["loops"]), endless=True)
     if free and turn.calls and malforms < rates.malformed_call_rate:
         return Said(_malformed(turn, rng, tools))
     if not turn.calls and breaks < rates.broken_json_rate and _is_json(turn.content):
@@ -84,7 +83,7 @@ def faulty(
     return None
 
 
-def _malformed(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> str:
+def _malformed(turn: Turn, rng: random.Random, tools: Json) -> str:
     """Spoils the form of the last call: its tags or JSON, its tool's name, or its arguments."""
     *others, (name, arguments) = turn.calls
     kind = rng.choice(("text", "name", "arguments"))
@@ -99,7 +98,7 @@ def _malformed(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> str:
     return Turn(turn.content, (*others, wrong)).text()
 
 
-def _wrong_arguments(arguments: dict[str, Any], schema: dict[str, Any], rng: random.Random) -> str:
+def _wrong_arguments(arguments: Json, schema: Json, rng: random.Random) -> str:
     """Leaves out a required argument, or else adds one that the tool does not have."""
     required = [name for name in schema.get("required") or () if name in arguments]
     if required:
@@ -220,7 +219,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     rollout_id: str = ""
     choice: str = "none"
     parallel: bool = True
-    response_format: dict[str, Any] | None = None
+    response_format: Json | None = None
 
 
 class Speaker(Protocol):
@@ -265,7 +264,7 @@ class Policy:
         self,
         solution: Solution,
         index: int,
-        tools: dict[str, Any],
+        tools: Json,
         wish: Wish,
         fate: str,
         rng: random.Random,
@@ -312,7 +311,7 @@ def as_text(turn: Turn) -> str:
     return turn.content or json.dumps(arguments, ensure_ascii=False)
 
 
-def spoiled(turn: Turn, rng: random.Random, tools: dict[str, Any]) -> Turn:
+def spoiled(turn: Turn, rng: random.Random, tools: Json) -> Turn:
     """The turn with a wrong answer: in its last call, or else in its text.
 
     Wrong arguments are still valid for the call's tool.
@@ -371,7 +370,7 @@ def _callable(turn: Turn, names: set[str]) -> bool:
     return all(name in names for name, _ in turn.calls)
 
 
-def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
+def _callable_tools(conversation: Conversation, wish: Wish) -> Json:
     if wish.choice == "none":
         return {}
     schemas = {
@@ -383,7 +382,7 @@ def _callable_tools(conversation: Conversation, wish: Wish) -> dict[str, Any]:
     return schemas
 
 
-def _babble(index: int, tools: dict[str, Any], wish: Wish, rng: random.Random) -> Turn:
+def _babble(index: int, tools: Json, wish: Wish, rng: random.Random) -> Turn:
     if wish.response_format and wish.response_format.get("type", "text") != "text":
         return Turn(_json_babble(wish.response_format, rng))
     sentences = [
@@ -397,7 +396,7 @@ def _babble(index: int, tools: dict[str, Any], wish: Wish, rng: random.Random) -
     return Turn(" ".join(sentences), tuple(calls))
 
 
-def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
+def _json_babble(response_format: Json, rng: random.Random) -> str:
     described = response_format.get("json_schema")
     schema = described.get("schema") if isinstance(described, dict) else None
     return json.dumps(
@@ -405,7 +404,7 @@ def _json_babble(response_format: dict[str, Any], rng: random.Random) -> str:
     )
 
 
-def _drawn_call(tools: dict[str, Any], rng: random.Random) -> tuple[str, str]:
+def _drawn_call(tools: Json, rng: random.Random) -> tuple[str, str]:
     name = rng.choice(list(tools))
     arguments = _drawn(tools[name], rng, f"tools: {name}")
     if not isinstance(arguments, dict):
@@ -420,49 +419,7 @@ def _drawn(schema: Any, rng: random.Random, place: str) -> Any:
         raise refusal(f"This is not a usable JSON schema: {error}", param=place) from error
 
 
-# Phrases around an answer, values for a schema, wrong answers. The tokenizer is trained on these
-# phrases: run `make_tokenizer` after a change.
-
-OPENERS = (
-    "Let me work this out.",
-    "First, I read the question carefully.",
-    "I go through it step by step.",
-    "Let me write down what is known.",
-    "This can be done directly.",
-    "I start with the simplest part.",
-    "There is more than one way to do this.",
-    "Let me check the details first.",
-    "One thing at a time.",
-    "That looks manageable.",
-    "I will keep this short.",
-    "Let me think about what is being asked.",
-    "The numbers matter here.",
-    "I have seen a similar question before.",
-    "Let me be careful with the order.",
-    "So, what do we have?",
-)
-"""Whole sentences put before an answer or a tool call."""
-
-CLOSERS = (
-    "As I said:",
-    "I stay with my answer.",
-    "Nothing has changed:",
-    "That was my final answer:",
-)
-"""Put before the answer when the conversation continues after the answer was given."""
-
-_NOUNS = (
-    "answer agent bridge cloud corner engine field garden house island letter lamp market "
-    "morning mountain number paper question river road signal stone story table token tower "
-    "train valley water window winter world"
-)
-_VERBS = (
-    "asks brings builds changes counts crosses describes ends finds follows gives holds keeps "
-    "leaves makes meets needs opens reaches reads remembers shows starts takes turns waits"
-)
-NOUNS, VERBS = tuple(_NOUNS.split()), tuple(_VERBS.split())
-"""Words of arbitrary text."""
-
+# Values for a schema, wrong answers.
 
 _OPTIONAL_DEPTH = 6
 """Below this depth optional values are left out."""
@@ -470,16 +427,6 @@ _MAX_DEPTH = 32
 _MAX_VALUES = 2000
 _MAX_CHARACTERS = 4000
 _MAX_STEPS = 8
-_FORMATS = {
-    "date": ("2024-02-29", "2025-11-03", "1999-12-31"),
-    "time": ("08:30:00Z", "23:59:59Z"),
-    "date-time": ("2024-02-29T08:30:00Z", "2025-11-03T17:00:00Z"),
-    "email": ("river@example.com", "stone.bridge@example.org"),
-    "hostname": ("example.com", "www.example.org"),
-    "uri": ("https://example.com/garden", "https://example.org/"),
-    "uuid": ("6f1c3a52-9d0e-4b7a-8c21-5e4f3d2b1a09", "0b9d7f3e-1a2c-4d5e-9f80-7a6b5c4d3e2f"),
-    "ipv4": ("192.0.2.7", "198.51.100.23"),
-}
 
 
 def drawn_value(schema: Any, rng: random.Random) -> Any:
@@ -493,7 +440,7 @@ def drawn_value(schema: Any, rng: random.Random) -> Any:
 
 
 class _Drawer:
-    def __init__(self, root: dict[str, Any], rng: random.Random) -> None:
+    def __init__(self, root: Json, rng: random.Random) -> None:
         self._root = root
         self._rng = rng
         self._left = _MAX_VALUES
@@ -522,7 +469,7 @@ class _Drawer:
                 return None
         return self._string(schema)
 
-    def _resolved(self, schema: dict[str, Any]) -> dict[str, Any]:
+    def _resolved(self, schema: Json) -> Json:
         for _ in range(_MAX_STEPS):
             branch = schema.get("anyOf") or schema.get("oneOf")
             if isinstance(schema.get("$ref"), str):
@@ -537,7 +484,7 @@ class _Drawer:
                 break
         return schema
 
-    def _object(self, schema: dict[str, Any], depth: int) -> dict[str, Any]:
+    def _object(self, schema: Json, depth: int) -> Json:
         properties = schema.get("properties", {})
         required = set(schema.get("required", []))
         chosen = [
@@ -549,7 +496,7 @@ class _Drawer:
         unknown = sorted(required - set(properties))
         return drawn | {name: self._rng.choice(NOUNS) for name in unknown}
 
-    def _number(self, schema: dict[str, Any], *, whole: bool) -> int | float:
+    def _number(self, schema: Json, *, whole: bool) -> int | float:
         step = schema.get("multipleOf", 1 if whole else 0.5)
         low = schema.get("minimum", schema.get("exclusiveMinimum"))
         high = schema.get("maximum", schema.get("exclusiveMaximum"))
@@ -564,9 +511,9 @@ class _Drawer:
         value = self._rng.randint(first, min(last, first + 20)) * step
         return int(value) if whole else float(value)
 
-    def _string(self, schema: dict[str, Any]) -> str:
-        if schema.get("format") in _FORMATS:
-            return self._rng.choice(_FORMATS[schema["format"]])
+    def _string(self, schema: Json) -> str:
+        if values := _PHRASES["formats"].get(schema.get("format")):
+            return str(self._rng.choice(values))
         text = " ".join(self._rng.choice(NOUNS) for _ in range(self._rng.randint(1, 4)))
         shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
         if shortest > _MAX_CHARACTERS:
@@ -576,14 +523,14 @@ class _Drawer:
         return text if longest is None else text[: int(longest)]
 
 
-def _kind(schema: dict[str, Any]) -> Any:
+def _kind(schema: Json) -> Any:
     kind = schema.get("type") or ("object" if "properties" in schema else "string")
     if isinstance(kind, list):
         return next((name for name in kind if name != "null"), "null")
     return kind
 
 
-def _referenced(reference: str, root: dict[str, Any]) -> dict[str, Any]:
+def _referenced(reference: str, root: Json) -> Json:
     target: Any = root
     for step in reference.removeprefix("#").removeprefix("/").split("/"):
         if step:
@@ -591,8 +538,8 @@ def _referenced(reference: str, root: dict[str, Any]) -> dict[str, Any]:
     return target if isinstance(target, dict) else {}
 
 
-def _merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
+def _merged(parts: list[Json]) -> Json:
+    merged: Json = {}
     for part in parts:
         merged |= part | {
             "properties": {**merged.get("properties", {}), **part.get("properties", {})},
@@ -632,9 +579,7 @@ def spoiled_answer(answer: str, rng: random.Random) -> str:
     return f"{answer}{rng.choice('123456789')}"
 
 
-def spoiled_arguments(
-    arguments: dict[str, Any], rng: random.Random, schema: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def spoiled_arguments(arguments: Json, rng: random.Random, schema: Json | None = None) -> Json:
     """A call's arguments with a wrong `answer`, or else a wrong longest value.
 
     A wrong value that `schema` does not allow is drawn from it; if it allows no other, the next

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from envserver_records.tasks import Json
 
 from .tokenizer import refusal
 
@@ -67,16 +68,16 @@ class Body(Sampled, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    messages: list[Json]
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = True
     logprobs: bool | None = False
     top_logprobs: Top | None = 0
-    response_format: dict[str, Any] | None = None
+    response_format: Json | None = None
     continue_final_message: bool | None = False
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
     documents: list[Any] | None = None
     reasoning_effort: str | None = None
 
@@ -95,11 +96,11 @@ class GenerateBody(CompletionBody, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Json] | None = None
+    tools: list[Json] | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
     return_token_strs: bool | None = False
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
-Json = dict[str, Any]
+from envserver_records.tasks import Json
+
 Ranked = list[tuple[int, float]]
 """Ids with their logprobs, the most likely first."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from envserver_records.errors import EngineRefused
-from envserver_records.records import Logprobs, Message
+from envserver_records.records import Json, Logprobs, Message
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -201,7 +201,7 @@ class SimTokenizer:
     def render(
         self,
         messages: list[Message],
-        tools: list[dict[str, Any]] | None,
+        tools: list[Json] | None,
         *,
         add_generation_prompt: bool = True,
     ) -> str:
@@ -344,7 +344,7 @@ class Conversation(msgspec.Struct, frozen=True):
     """Messages with text contents, and the offered tools in OpenAI's format."""
 
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[Json]
 
     def turn(self) -> int:
         return sum(message["role"] == "assistant" for message in self.messages)
@@ -354,14 +354,14 @@ def refusal(message: str, *, param: str | None = None, status: int = 400) -> Eng
     return EngineRefused(message, status=status, param=param)
 
 
-def plain_messages(messages: list[dict[str, Any]]) -> list[Message]:
+def plain_messages(messages: list[Json]) -> list[Message]:
     """The messages with contents as text and arguments of calls as canonical JSON."""
     if not messages:
         raise refusal("There must be at least one message.", param="messages")
     return [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def checked_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+def checked_tools(tools: list[Json] | None) -> list[Json]:
     if tools is not None and not tools:
         raise refusal("`tools` must not be empty; leave it out instead.", param="tools")
     for index, tool in enumerate(tools or []):
@@ -387,7 +387,7 @@ def conversation_of_text(text: str) -> Conversation:
     return Conversation(messages, _offered(messages))
 
 
-def _plain(message: dict[str, Any], place: str) -> Message:
+def _plain(message: Json, place: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise refusal("A message needs a role.", param=f"{place}.role")
@@ -412,7 +412,7 @@ def _text(content: Any, place: str) -> str:
     raise refusal("The simulated engine reads text and images only.", param=place)
 
 
-def _text_of(part: dict[str, Any]) -> str | None:
+def _text_of(part: Json) -> str | None:
     """A part as text: an image as a word that other images do not have."""
     image = part.get("image_url")
     if part.get("type") == "image_url" and isinstance(image, dict):
@@ -421,7 +421,7 @@ def _text_of(part: dict[str, Any]) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _plain_call(call: Any, place: str) -> dict[str, Any]:
+def _plain_call(call: Any, place: str) -> Json:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refusal("A tool call needs a function with a name.", param=place)
@@ -458,7 +458,7 @@ def _read_back(role: str, content: str) -> Message:
     return message
 
 
-def _offered(messages: list[Message]) -> list[dict[str, Any]]:
+def _offered(messages: list[Message]) -> list[Json]:
     first = messages[0]
     if first["role"] != "system" or "\n<tools>\n" not in first["content"]:
         return []

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from envserver_records.errors import InputError
-from envserver_records.records import Message
+from envserver_records.records import Json, Message
 from tokenizers import (
     AddedToken,
     Regex,
@@ -59,7 +59,7 @@ class Conversation:
     rollout_id: str
     right: bool
     messages: list[Message]
-    tools: list[dict[str, Any]]
+    tools: list[Json]
 
     def pieces(self) -> list[Piece]:
         pieces, before = [], ""
@@ -95,7 +95,7 @@ def texts(conversations: Iterable[Conversation]) -> list[str]:
     return sorted({conversation.text() for conversation in conversations})
 
 
-def _of_group(group: dict[str, Any]) -> Iterator[Conversation]:
+def _of_group(group: Json) -> Iterator[Conversation]:
     for rollout in group["envserver"]["rollouts"]:
         messages = group["messages"][rollout["rows"][0]]
         if rollout["reward"] is not None and messages:
@@ -104,9 +104,7 @@ def _of_group(group: dict[str, Any]) -> Iterator[Conversation]:
             )
 
 
-def _render(
-    messages: list[Message], tools: list[dict[str, Any]], *, add_generation_prompt: bool
-) -> str:
+def _render(messages: list[Message], tools: list[Json], *, add_generation_prompt: bool) -> str:
     return _TEMPLATE.render(messages, tools, generation_prompt=add_generation_prompt, kwargs={})
 
 

@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
@@ -18,12 +17,12 @@ from .html import html_to_text, marked
 from .office import address, bare, described, joined, sheets, table_row
 
 _MOST_NESTING = 100
-_WORD: Final = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-_MATH: Final = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
-_OTHERS: Final = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)")
-_BACK: Final = re.compile(r'<a href="#(?:comment|footnote|endnote)-ref-[^"]*">↑</a>')
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_OTHERS = re.compile(r"word/(charts/chart|diagrams/data|embeddings/)")
+_BACK = re.compile(r'<a href="#(?:comment|footnote|endnote)-ref-[^"]*">↑</a>')
 """mammoth's links from notes to where they belong."""
-_MARGIN: Final = re.compile(r"word/(header|footer)\d*\.xml")
+_MARGIN = re.compile(r"word/(header|footer)\d*\.xml")
 
 
 def docx(data: bytes, limits: Limits) -> str:

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, parse_qsl, quote, urlencode, urljoin, urlspli
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from envserver_records.tasks import Json
 from yarl import URL
 
 # A model names the pages, so no address may lead into the server's own network: not by number, not
@@ -176,15 +177,13 @@ class Hit:
 class SearchProvider(Protocol):
     name: str
 
-    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def known_options(self, options: Json) -> Json:
         """The options that this provider has and that change the results."""
 
-    def of_year(self, year: int) -> dict[str, Any]:
+    def of_year(self, year: int) -> Json:
         """The options for pages of one year only."""
 
-    async def search(
-        self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]
-    ) -> Raw: ...
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: Json) -> Raw: ...
 
     def hits(self, raw: Raw) -> list[Hit]:
         """Raises ProviderFailed: it is not an answer."""
@@ -201,13 +200,13 @@ class Tavily:
         self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._url = url.rstrip("/")
 
-    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def known_options(self, options: Json) -> Json:
         return {name: value for name, value in options.items() if name in _OF_TAVILY}
 
-    def of_year(self, year: int) -> dict[str, Any]:
+    def of_year(self, year: int) -> Json:
         return {"start_date": f"{year:04}-01-01", "end_date": f"{year:04}-12-31"}
 
-    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: Json) -> Raw:
         return await self._ask(fetcher, "search", {"query": query, "max_results": most, **options})
 
     async def extract(self, fetcher: Fetcher, url: str) -> Raw:
@@ -227,7 +226,7 @@ class Tavily:
             if isinstance(result, dict)
         ]
 
-    async def _ask(self, fetcher: Fetcher, path: str, body: dict[str, Any]) -> Raw:
+    async def _ask(self, fetcher: Fetcher, path: str, body: Json) -> Raw:
         body = {**body, "include_usage": True}
         raw = await fetcher.ask(f"{self._url}/{path}", headers=self._headers, json=body)
         if raw.status != 200:
@@ -258,7 +257,7 @@ def extracted(raw: Raw) -> str:
     return str(first.get("raw_content") or "") if isinstance(first, dict) else ""
 
 
-def _object(raw: Raw) -> dict[str, Any]:
+def _object(raw: Raw) -> Json:
     try:
         value = json.loads(raw.body)
     except (ValueError, RecursionError) as error:
@@ -276,13 +275,13 @@ class DuckDuckGo:
     def __init__(self, url: str = DUCKDUCKGO_URL) -> None:
         self._url = url
 
-    def known_options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def known_options(self, options: Json) -> Json:
         return {"df": options["df"]} if "df" in options else {}
 
-    def of_year(self, year: int) -> dict[str, Any]:
+    def of_year(self, year: int) -> Json:
         return {"df": f"{year:04}-01-01..{year:04}-12-31"}
 
-    async def search(self, fetcher: Fetcher, query: str, most: int, options: dict[str, Any]) -> Raw:
+    async def search(self, fetcher: Fetcher, query: str, most: int, options: Json) -> Raw:
         raw = await fetcher.ask(
             self._url, headers={"user-agent": "Mozilla/5.0"}, data={"q": query, **options}
         )
@@ -342,7 +341,7 @@ def _target(href: str) -> str:
     return inner[0] if inner else href
 
 
-def answer_like_tavily(query: str, hits: Iterable[Hit]) -> dict[str, Any]:
+def answer_like_tavily(query: str, hits: Iterable[Hit]) -> Json:
     """Hits in the shape of an answer of Tavily's, for its own client."""
     return {
         "query": query,

@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+from envserver_records.tasks import Json
+
 from envserver import Caller, ConfigError, InputError, Service, ServiceError, Services, Task
 
 from ..calling import Tool, ToolError, use_tool
@@ -25,7 +27,7 @@ from .web import DESCRIPTIONS, MOST_RESULTS, Viewer, Web, WebSettings, web_tools
 KEY_VARIABLE = "TAVILY_API_KEY"
 _MOST_URLS = 20
 
-Asking = Callable[[str, dict[str, Any]], Awaitable[Any]]
+Asking = Callable[[str, Json], Awaitable[Any]]
 """`run.call_tool`."""
 
 
@@ -74,7 +76,7 @@ def remote_tools(ask: Asking) -> dict[str, Tool]:
     }
 
 
-def _remote(ask: Asking, description: dict[str, Any]) -> Tool:
+def _remote(ask: Asking, description: Json) -> Tool:
     name = str(description["function"]["name"])
 
     async def call(**arguments: Any) -> str:
@@ -87,7 +89,7 @@ def _remote(ask: Asking, description: dict[str, Any]) -> Tool:
 
 
 def _tool(web: Web, viewer: Callable[[Caller], Viewer], name: str) -> Service:
-    async def call(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    async def call(arguments: Json, caller: Caller) -> Json:
         with _judged():
             result = await use_tool(web_tools(web, viewer(caller)), name, arguments)
         return {"text": result.text, "ok": result.ok}
@@ -107,7 +109,7 @@ def _judged() -> Iterator[None]:
 
 
 def _like_search(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
-    async def search(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    async def search(arguments: Json, caller: Caller) -> Json:
         query, most = arguments.get("query"), arguments.get("max_results", 5)
         if not isinstance(query, str) or type(most) is not int or not 0 < most <= MOST_RESULTS:
             raise InputError(f"A search needs a query, and 1 to {MOST_RESULTS} max_results.")
@@ -121,7 +123,7 @@ def _like_search(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
 
 
 def _like_extract(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
-    async def extract(arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    async def extract(arguments: Json, caller: Caller) -> Json:
         urls = arguments.get("urls")
         urls = [urls] if isinstance(urls, str) else urls
         if (
@@ -147,8 +149,8 @@ def _like_extract(web: Web, viewer: Callable[[Caller], Viewer]) -> Service:
     return extract
 
 
-def json_safe(answer: dict[str, Any]) -> dict[str, Any]:
+def json_safe(answer: Json) -> Json:
     """`answer` without the halves of characters that JSON cannot hold."""
     whole = json.dumps(answer, ensure_ascii=False).encode(errors="replace")
-    safe: dict[str, Any] = json.loads(whole)
+    safe: Json = json.loads(whole)
     return safe

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import unquote, urlsplit
 
+from envserver_records.tasks import Json
+
 from ..calling import Tool, ToolError, described, integer, toolbox
 from ..documents import DocumentError, Limits, Text, page_of, to_text
 from ..documents.reading import MOST_PAGE_CHARACTERS, PAGE_CHARACTERS, found_in
@@ -255,7 +257,7 @@ class Web:
         await self._fetcher.__aexit__(*error)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    def shown(self, group: str) -> dict[str, Any]:
+    def shown(self, group: str) -> Json:
         """A group's view of the web: equal for equal requests and answers. Called once per group,
         at its end.
         """
@@ -286,18 +288,14 @@ class Web:
             return f"[no results for {query[:_MOST_QUERY]!r}]"
         return "\n\n".join(_shown(number, hit) for number, hit in enumerate(hits, start=1))
 
-    async def hits(
-        self, query: str, most: int, options: dict[str, Any], viewer: Viewer
-    ) -> list[Hit]:
+    async def hits(self, query: str, most: int, options: Json, viewer: Viewer) -> list[Hit]:
         """Results that the viewer may see."""
         raw = await self.raw_search(query, most, options, viewer)
         hits = [hit for hit in self._provider.hits(raw) if self.may_see(hit, viewer)][:most]
         self.showing("\n".join(map(_words, hits)), viewer)
         return hits
 
-    async def raw_search(
-        self, query: str, most: int, options: dict[str, Any], viewer: Viewer
-    ) -> Raw:
+    async def raw_search(self, query: str, most: int, options: Json, viewer: Viewer) -> Raw:
         """The provider's own answer, not filtered."""
         query = " ".join(unicodedata.normalize("NFC", query).split())
         if not query:
@@ -388,9 +386,7 @@ class Web:
             return Raw(url, 200, "", b"", "Tavily gives no text of it", lasting=False)
         return Raw(url, 200, "text/markdown; charset=utf-8", words.encode(errors="replace"))
 
-    async def _recorded(
-        self, request: dict[str, Any], fetch: Callable[[], Any], viewer: Viewer
-    ) -> Raw:
+    async def _recorded(self, request: Json, fetch: Callable[[], Any], viewer: Viewer) -> Raw:
         try:
             return await self._recorder.get(request, fetch, group=viewer.group)
         except NotRecorded as error:

@@ -10,9 +10,9 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 from envserver_records.extras import install_command
+from envserver_records.tasks import Json
 from envserver_tools.calling import Tool
 
 from envserver import ConfigError, PublicTask, Rollout
@@ -34,8 +34,8 @@ async def solve(
     run: Rollout,
     rules: AgentOptions,
     tools: Sequence[Tool] = (),
-    extra: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    extra: Json | None = None,
+) -> Json:
     """Runs one attempt at `task`; its files are in the current directory.
 
     Args:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 from envserver_records import http_errors
+from envserver_records.tasks import Json
 
 from envserver import EngineError, LimitReached, Message, Rollout
 
@@ -33,7 +34,7 @@ class Turn:
     tokens: tuple[int, int]
 
     @property
-    def calls(self) -> list[dict[str, Any]]:
+    def calls(self) -> list[Json]:
         return self.message.get("tool_calls") or []
 
 
@@ -46,13 +47,13 @@ class Endpoint:
         run: Rollout,
         *,
         stop: tuple[str, ...] = (),
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Json] | None = None,
         token_budget: int | None = None,
         stop_at: float = float("inf"),
-        extra: dict[str, Any] | None = None,
+        extra: Json | None = None,
     ) -> None:
         self.model = run.model
-        self._common: dict[str, Any] = {"model": run.model}
+        self._common: Json = {"model": run.model}
         if stop:
             self._common["stop"] = list(stop)
         if tools:
@@ -91,7 +92,7 @@ class _Proxy:
         self._key = api_key
         self._closed = False
 
-    def ask(self, body: dict[str, Any], stop_at: float) -> dict[str, Any]:
+    def ask(self, body: Json, stop_at: float) -> Json:
         data = json.dumps(body).encode()
         headers = {
             "authorization": f"Bearer {self._key}",
@@ -115,7 +116,7 @@ class _Proxy:
         if status != 200:
             raise http_errors.MODEL.read(status, content)
         try:
-            answer: dict[str, Any] = json.loads(content)
+            answer: Json = json.loads(content)
         except ValueError as error:
             raise EngineError(f"The model's endpoint did not answer with JSON: {error}") from error
         return answer
@@ -125,7 +126,7 @@ class _Proxy:
         self._connection.close()
 
 
-def _whole(choice: dict[str, Any]) -> Message:
+def _whole(choice: Json) -> Message:
     message: Message = choice["message"]
     stop = choice.get("stop_reason")
     if not isinstance(stop, str):

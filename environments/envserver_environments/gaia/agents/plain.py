@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from envserver_records.tasks import Json
 from envserver_tools.calling import (
     Tool,
     ToolError,
@@ -40,10 +41,10 @@ class Trace:
     """The steps of a run: kept here, and sent to the server at once."""
 
     def __init__(self, run: Rollout) -> None:
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[Json] = []
         self._run = run
 
-    def add(self, step: dict[str, Any]) -> None:
+    def add(self, step: Json) -> None:
         self.steps.append(step)
         thought = step["thought"]
         match step["action"]:
@@ -67,13 +68,13 @@ def step_data(
     number: int,
     *,
     thought: str,
-    action: str | list[dict[str, Any]] | None,
+    action: str | list[Json] | None,
     observation: str,
     error: tuple[str, str] | None,
     tokens: tuple[int, int],
     seconds: float,
     final: bool = False,
-) -> dict[str, Any]:
+) -> Json:
     """Returns one step as data.
 
     Args:
@@ -93,7 +94,7 @@ def step_data(
     }
 
 
-def call_data(call: dict[str, Any]) -> dict[str, Any]:
+def call_data(call: Json) -> Json:
     """A tool call in OpenAI's shape as its name and arguments."""
     arguments = call["function"]["arguments"]
     try:
@@ -142,10 +143,10 @@ class Tools:
         self.outcome: Outcome | None = None
 
     @property
-    def descriptions(self) -> list[dict[str, Any]]:
+    def descriptions(self) -> list[Json]:
         return [tool.description for tool in self.tools.values()]
 
-    def run(self, call: dict[str, Any]) -> ToolResult:
+    def run(self, call: Json) -> ToolResult:
         """The result of one call in OpenAI's shape; not from the loop's own thread."""
         return run_from_thread(self.tools, call, self._loop)
 
@@ -176,7 +177,7 @@ def as_function(tool: Tool, loop: asyncio.AbstractEventLoop) -> Callable[..., st
 
 
 def run_from_thread(
-    tools: dict[str, Tool], call: dict[str, Any], loop: asyncio.AbstractEventLoop
+    tools: dict[str, Tool], call: Json, loop: asyncio.AbstractEventLoop
 ) -> ToolResult:
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
@@ -221,9 +222,9 @@ class AgentOptions:
 class Solved:
     answer: str | None
     state: Ending
-    steps: list[dict[str, Any]]
+    steps: list[Json]
 
-    def as_output(self) -> dict[str, Any]:
+    def as_output(self) -> Json:
         return {"answer": self.answer, "state": self.state, "steps": self.steps}
 
 
@@ -256,7 +257,7 @@ class AgentRun(abc.ABC):
         *,
         loop: asyncio.AbstractEventLoop,
         stop_at: float,
-        extra: dict[str, Any] | None = None,
+        extra: Json | None = None,
     ) -> None:
         self._rules, self._added, self._loop = rules, tools, loop
         self._trace = Trace(run)
@@ -336,9 +337,7 @@ def _answer(turn: Turn, results: list[ToolResult]) -> str | None:
     return None
 
 
-def _data(
-    number: int, turn: Turn, results: list[ToolResult], began: float, final: bool
-) -> dict[str, Any]:
+def _data(number: int, turn: Turn, results: list[ToolResult], began: float, final: bool) -> Json:
     failed = next((result.text for result in results if not result.ok), None)
     return step_data(
         number,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import smolagents
+from envserver_records.tasks import Json
 from envserver_tools.calling import visible_text
 from envserver_tools.smolagents_adapter import as_smolagents
 from smolagents.agents import EMPTY_PROMPT_TEMPLATES, ActionOutput, ToolOutput, populate_template
@@ -93,7 +94,7 @@ def _text(content: Any) -> str:
     return str(content or "")
 
 
-def _call(call: dict[str, Any]) -> ChatMessageToolCall:
+def _call(call: Json) -> ChatMessageToolCall:
     function = call["function"]
     made = ChatMessageToolCallFunction(name=function["name"], arguments=function["arguments"])
     return ChatMessageToolCall(function=made, id=call["id"], type="function")
@@ -351,7 +352,7 @@ class SmolRun(AgentRun):
             events.close()
         return None, "max_steps"
 
-    def _data(self, step: ActionStep) -> dict[str, Any]:
+    def _data(self, step: ActionStep) -> Json:
         message = step.model_output_message
         agent = self._agent
         if isinstance(agent, CodeAgent):
@@ -402,11 +403,11 @@ class _Silent(AgentLogger):  # type: ignore[misc]  # a class of a library withou
 _QUIET = _Silent(LogLevel.OFF)
 
 
-def _plan_data(step: PlanningStep) -> dict[str, Any]:
+def _plan_data(step: PlanningStep) -> Json:
     return step_data(0, thought=step.plan, action=None, observation="", error=None, **_spent(step))
 
 
-def _spent(step: ActionStep | PlanningStep) -> dict[str, Any]:
+def _spent(step: ActionStep | PlanningStep) -> Json:
     usage = step.token_usage
     return {
         "tokens": (usage.input_tokens, usage.output_tokens) if usage else (0, 0),

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel
 
 Record = dict[str, Any]
@@ -23,9 +24,7 @@ class Base:
     """The data of one side of a domain, as in its file; never changed. `keyed` fields of the model
     map keys to records, whose changes are kept one by one; other fields are kept as a whole."""
 
-    def __init__(
-        self, model: type[BaseModel], content: Mapping[str, Any], keyed: Collection[str] = ()
-    ) -> None:
+    def __init__(self, model: type[BaseModel], content: Json, keyed: Collection[str] = ()) -> None:
         self.model = model
         self.keyed = frozenset(keyed)
         self.tables: Mapping[str, Any] = model.model_validate(content).model_dump()
@@ -49,7 +48,7 @@ class Database:
     def __init__(self, base: Base) -> None:
         self.base = base
         self._records: dict[str, dict[str, Record]] = {}
-        self._tables: dict[str, Any] = {}
+        self._tables: Json = {}
 
     def table(self, name: str) -> Any:
         if name in self._tables:
@@ -91,9 +90,9 @@ class Database:
             self._tables[name] = copied(self.base.tables[name])
         return self._tables[name]
 
-    def merge(self, update: Mapping[str, Any]) -> None:
+    def merge(self, update: Json) -> None:
         """Lays `update` over the content: objects are merged, all else (lists too) replaced."""
-        touched: dict[str, Any] = {
+        touched: Json = {
             name: {} if name in self.base.keyed else self.table(name) for name in self.base.tables
         }
         for name, value in update.items():
@@ -110,7 +109,7 @@ class Database:
             elif name in valid:
                 self._tables[name] = valid[name]
 
-    def content(self) -> dict[str, Any]:
+    def content(self) -> Json:
         return {name: self.table(name) for name in self.base.tables}
 
     @property

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_environments.rows import fields_of, text_of
+from envserver_records.tasks import Json
 
 from envserver import ConfigError, InputError, NotFoundError
 
@@ -68,8 +69,8 @@ def load_domain(kind: DomainKind, folder: Path, with_tasks: bool) -> Domain:
     )
 
 
-def _by_id(folder: Path, tasks: Any) -> dict[str, Mapping[str, Any]]:
-    found: dict[str, Mapping[str, Any]] = {}
+def _by_id(folder: Path, tasks: Any) -> dict[str, Json]:
+    found: dict[str, Json] = {}
     for number, task in enumerate(tasks if isinstance(tasks, list) else [tasks]):
         fields = task if isinstance(task, Mapping) else {}
         task_id = text_of(fields.get("id"))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_type_hints
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel, Field, create_model
 
 from .database import Database, Record
@@ -39,7 +40,7 @@ class ToolInfo:
     name: str
     kind: Kind
     mutates: bool
-    schema: dict[str, Any]
+    schema: Json
     """The schema in OpenAI's form."""
 
 
@@ -123,7 +124,7 @@ _TOOLS: dict[type[Toolkit], Mapping[str, ToolInfo]] = {}
 
 
 def _tools_of(toolkit: type[Toolkit]) -> Mapping[str, ToolInfo]:
-    functions: dict[str, Any] = {}
+    functions: Json = {}
     for base in reversed(toolkit.__mro__):
         functions.update(vars(base))
     marked = {name: f for name, f in functions.items() if hasattr(f, "__tau_tool__")}
@@ -133,7 +134,7 @@ def _tools_of(toolkit: type[Toolkit]) -> Mapping[str, ToolInfo]:
 def _info(name: str, function: Callable[..., Any], known: Mapping[str, str]) -> ToolInfo:
     declared: _Declared = function.__tau_tool__  # type: ignore[attr-defined]
     hints = get_type_hints(function)
-    fields: dict[str, Any] = {}
+    fields: Json = {}
     for parameter in list(inspect.signature(function).parameters.values())[1:]:
         default = ... if parameter.default is parameter.empty else parameter.default
         words = declared.parameters.get(parameter.name, known.get(parameter.name))
@@ -148,7 +149,7 @@ def _info(name: str, function: Callable[..., Any], known: Mapping[str, str]) -> 
     return ToolInfo(name, declared.kind, declared.mutates, schema)
 
 
-def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> Json:
     """`arguments` with integers where the tool asks for integers and a number like 2.0 is given."""
     properties = tool.schema["function"]["parameters"]["properties"]
 

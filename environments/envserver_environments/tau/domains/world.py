@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from envserver_records.tasks import Json
 from pydantic import BaseModel
 
 from .database import Base, Database
@@ -44,7 +45,7 @@ class Domain:
     agent_base: Base
     user_base: Base | None
     policy: str
-    tasks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tasks: Mapping[str, Json] = field(default_factory=dict)
     splits: Mapping[str, list[str]] = field(default_factory=dict)  # ids of the tasks of each split
 
     @property
@@ -71,7 +72,7 @@ class World:
             self.user = kind.user.toolkit(Database(domain.user_base))
         self.sync()
 
-    def call(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> CallResult:
+    def call(self, requestor: Requestor, name: str, arguments: Json) -> CallResult:
         """Runs a model's call; arguments that are not an object are an error, too."""
         if not isinstance(arguments, Mapping):
             return CallResult("Error: The arguments are not a JSON object.", error=True)
@@ -82,7 +83,7 @@ class World:
             return CallResult(f"Error: {error}", error=True)
         return CallResult(result_text(result), error=False)
 
-    def act(self, requestor: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
+    def act(self, requestor: Requestor, name: str, arguments: Json) -> Any:
         """Calls a tool without the sync that follows a model's call."""
         for reserved in ("self", "tool_name", "requestor"):
             if reserved in arguments:
@@ -91,7 +92,7 @@ class World:
             raise ValueError("User tools not available")
         return self._side(requestor).use(name, arguments)
 
-    def run_function(self, env_type: Requestor, name: str, arguments: Mapping[str, Any]) -> Any:
+    def run_function(self, env_type: Requestor, name: str, arguments: Json) -> Any:
         """Runs any function of a toolkit: a step of the set-up, or an assertion."""
         function = getattr(self._side(env_type), name)
         result = function(**arguments)
@@ -109,7 +110,7 @@ class World:
                 return toolkit.tools()[name]
         return None
 
-    def merge_data(self, agent: Mapping[str, Any] | None, user: Mapping[str, Any] | None) -> None:
+    def merge_data(self, agent: Json | None, user: Json | None) -> None:
         """As in tau2-bench, where both sides have data, the one that is given then serves both
         sides."""
         if agent is not None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from envserver_records.extras import missing_module_hint
+from envserver_records.tasks import Json
 
 from envserver import Caller, ConfigError, InputError, ServiceError
 from envserver.rows.sources import natural
@@ -53,7 +54,7 @@ class Shown:
     def size(self) -> int:
         return sum(len(url) for _, url in self.frames) + 1000
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         frames = [{"time": time, "url": url} for time, url in self.frames]
         return {"seconds": self.seconds, "frames": frames}
 
@@ -97,7 +98,7 @@ class FrameStore:
         """Returns the number of parts of videos that were decoded, for `/metrics`."""
         return {"frames_decoded": float(self._decoded_parts)}
 
-    async def answer(self, arguments: dict[str, Any], caller: Caller) -> dict[str, Any]:
+    async def answer(self, arguments: Json, caller: Caller) -> Json:
         t0, t1 = arguments.get("t0", 0.0), arguments.get("t1")
         if not _is_time(t0) or not (t1 is None or (_is_time(t1) and t1 >= t0)):
             raise InputError("t0 and t1 are seconds from the start, t1 not before t0.")

@@ -7,7 +7,8 @@ from __future__ import annotations
 import uuid
 from calendar import monthrange
 from datetime import date
-from typing import Any
+
+from envserver_records.tasks import Json
 
 from ..database import Record
 from ..toolkit import DatabaseRow, Toolkit, tool
@@ -204,7 +205,7 @@ class TelecomTools(AccountSetup):
         return DatabaseRow(self.found(table, id))
 
     @tool("write", reason="Why.")
-    def suspend_line(self, customer_id: str, line_id: str, reason: str) -> dict[str, Any]:
+    def suspend_line(self, customer_id: str, line_id: str, reason: str) -> Json:
         """Suspends an active line, for six months at most."""
         if self.line_of(customer_id, line_id)["status"] != "Active":
             raise ValueError("Line must be active to suspend")
@@ -215,7 +216,7 @@ class TelecomTools(AccountSetup):
         return {"message": message, "line": DatabaseRow(line)}
 
     @tool("write")
-    def resume_line(self, customer_id: str, line_id: str) -> dict[str, Any]:
+    def resume_line(self, customer_id: str, line_id: str) -> Json:
         """Makes a line active again that is suspended or waits for its activation."""
         if self.line_of(customer_id, line_id)["status"] not in ("Suspended", "Pending Activation"):
             raise ValueError("Line must be suspended to resume")
@@ -245,7 +246,7 @@ class TelecomTools(AccountSetup):
         return f"Payment request sent to the customer for bill {bill_id}"
 
     @tool("read")
-    def get_data_usage(self, customer_id: str, line_id: str) -> dict[str, Any]:
+    def get_data_usage(self, customer_id: str, line_id: str) -> Json:
         """Shows how much data a line has used in this billing cycle, how much was added, how much
         its plan allows, and when the cycle ends."""
         line = self.line_of(customer_id, line_id)
@@ -278,7 +279,7 @@ class TelecomTools(AccountSetup):
         "write",
         gb_amount="How many gigabytes.",
     )
-    def refuel_data(self, customer_id: str, line_id: str, gb_amount: float) -> dict[str, Any]:
+    def refuel_data(self, customer_id: str, line_id: str, gb_amount: float) -> Json:
         """Adds data to an active line and puts what it costs by the line's plan on the customer's
         next bill."""
         line = self.line_of(customer_id, line_id)
