@@ -179,8 +179,8 @@ class ServiceRouter:
                 raise
             except (Exception, SystemExit) as error:
                 # The message may hold addresses and keys: it goes to the log only.
-                failed = f"The service {name!r} failed: {type(error).__name__}"
-                failed = f"{failed} {place_of(error, service)}"
+                what = f"{type(error).__name__} {place_of(error, service)}"
+                failed = f"The service {name!r} failed: {what}"
                 is_new = failed not in self._failed
                 self._failed.add(failed)
                 _log.error(
