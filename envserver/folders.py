@@ -28,6 +28,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.extras import missing_module_hint
 
 _HERE = Path(__file__).parent
 _PREFIX = "envserver_folder_"
@@ -115,15 +116,18 @@ def _import_file(file: Path) -> ModuleType:
         for added in set(sys.modules) - before:  # another try reads the files again
             if added.startswith(folder.package):
                 del sys.modules[added]
-        message = f"{file} cannot be imported: {_described(error, top)}"
-        raise ConfigError(message) from error
+        missing = isinstance(error, ModuleNotFoundError) and missing_module_hint(error.name or "")
+        message = _described(error, top)
+        if not message.startswith(f"{file}, "):
+            message = f"{file} cannot be imported: {message}"
+        raise ConfigError(message, hint=missing or "") from error
 
 
 def _described(error: BaseException, top: Path) -> str:
     """The error, with the file and line below `top` where it arose."""
-    text = f"{type(error).__name__}: {error}"
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}."
+    text = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(".") + "."
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

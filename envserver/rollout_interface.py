@@ -39,7 +39,8 @@ class Caller:
 
 Service = Callable[[dict[str, Any], Caller], Awaitable[Any]]
 """Takes a JSON object and returns a JSON-like value. An InputError is shown to the agent. A
-ServiceError, or any other exception, is the server's failure, and the rollout is retried."""
+ServiceError, or any other exception, is the server's failure, and the rollout is retried; one plain
+exception of Python that ends all first rollouts of a run is a bug, and ends the run."""
 
 
 class Services(dict[str, Service]):

@@ -165,19 +165,32 @@ def all_commands() -> dict[str, Command]:
     """
     from importlib.metadata import entry_points
 
-    listed = list(COMMANDS.items())
+    found: Mapping[str, Command] = COMMANDS
     for point in sorted(entry_points(group="envserver.commands"), key=lambda point: point.name):
         try:
             added: Mapping[str, Command] = point.load()
         except Exception as error:  # noqa: BLE001 - a broken package must not break other commands
             _complain(f"The commands of {point.value} cannot be loaded: {error}")
             continue
-        for name, command in added.items():
-            names = [known for known, _ in listed]
-            if name not in names:
-                place = names.index(command.before) if command.before in names else len(names)
-                listed.insert(place, (name, command))
-    return dict(listed)
+        found = {**found, **added, **found}
+    places = {name: place for place, name in enumerate(" ".join(_GROUPS.values()).split())}
+
+    def place_of(name: str) -> float:
+        return places.get(name, places.get(found[name].before, len(places)) - 0.5)
+
+    return {name: found[name] for name in sorted(found, key=place_of)}
+
+
+_GROUPS = {
+    "Most used": "init list check process run view evaluate serve export doctor",
+    "Write environments": "sample score env",
+    "Run": "replay scenarios lm-eval models agents",
+    "Look": "top verify",
+    "Train": "run-api join",
+    "Data and models": "rescore sft-gen convert validate sft merge sweep publish",
+    "Operate": "token sandboxes completion",
+}
+"""The commands by what a person wants to do, as `--help` shows them."""
 
 
 def find_command(name: str) -> Command | None:
@@ -352,7 +365,13 @@ def _listed(environment: str | None) -> dict[str, Command]:
 
 def _help(environment: str | None) -> str:
     program = _program(environment)
-    summaries = {name: command.summary for name, command in _listed(environment).items()}
+    commands = _listed(environment)
+    width = max(map(len, commands))
+    group_of = {name: title for title, names in _GROUPS.items() for name in names.split()}
+    groups: dict[str, list[str]] = {}
+    for name, command in commands.items():
+        title = group_of.get(name) or group_of.get(command.before, "Of other packages")
+        groups.setdefault(title, []).append(f"  {name:<{width}}  {command.summary}")
     example = "--env.total_steps 8 --model sim"
     if environment is None:
         example = f"--env math {example}"
@@ -361,9 +380,7 @@ def _help(environment: str | None) -> str:
             "Runs environments that train language-model agents.",
             "",
             f"Usage: {program} COMMAND [--name value ...] [--config run.yaml] [--debug]",
-            "",
-            "Commands:",
-            *_lines(summaries),
+            *(line for title, lines in groups.items() for line in ("", f"{title}:", *lines)),
             "",
             f"For example: {program} process {example}",
             f"Settings of a command: {program} COMMAND --help",

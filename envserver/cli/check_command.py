@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         Played,
         Repeats,
         ScoringCost,
+        Wrong,
     )
     from ..rows.columns import RowCount
     from .console import Console
@@ -149,8 +150,9 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     rows = [line for name, count in data.counts.items() for line in _row_lines(name, count)]
     looked_at = f"{'All' if data.whole else 'The first'} {counted(data.rows, 'row')} checked."
     scored: list[Kind | Played] = [*report.kinds, *report.plays]
+    seen: dict[str, Wrong] = {}
     found = {
-        "Wrong results": [line for one in scored for line in _wrong(one)],
+        "Wrong results": [line for one in scored for line in _wrong(one, seen)],
         "Rows": [*rows, looked_at],
         "Fields": [line for count in data.counts.values() for line in _field_lines(count)],
         "Repeated questions": list(map(_repeat_line, data.repeats)),
@@ -207,7 +209,8 @@ def _tokenizer_line(data: DataReport) -> str:
     )
 
 
-def _wrong(one: Kind | Played) -> Iterator[str]:
+def _wrong(one: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
+    """Yields lines for wrong results; for those that raise the same error only the first."""
     from ..rollouts.check_data import Kind
     from ..running.checking import DEMONSTRATION
 
@@ -216,12 +219,17 @@ def _wrong(one: Kind | Played) -> Iterator[str]:
     else:
         name = f"Played: {one.way}"
         awaited = "a solved task" if one.way == DEMONSTRATION else ""
-    for wrong in one.wrong[:_WRONG_SHOWN]:
+    shown = [
+        wrong
+        for wrong in one.wrong
+        if not wrong.raised or seen.setdefault(wrong.error, wrong) is wrong
+    ]
+    for wrong in shown[:_WRONG_SHOWN]:
         place = f"{name}, task {wrong.task_id}" + (f" ({wrong.place})" if wrong.place else "")
         result = wrong.error or f"reward {wrong.reward:g}"
         yield f"{place}: {result}" + (f"; expected {awaited}" if awaited else "")
-    if len(one.wrong) > _WRONG_SHOWN:
-        yield f"{name}: {len(one.wrong) - _WRONG_SHOWN} more"
+    if len(shown) > _WRONG_SHOWN:
+        yield f"{name}: {len(shown) - _WRONG_SHOWN} more"
 
 
 def expected(kind: Kind) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,9 +29,15 @@ def show_json(facts: Any) -> None:
 
 
 def show_rows(rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Prints a plain table, whose last column a terminal shows in several lines."""
+    widths = [max(map(len, column)) + 2 for column in zip(*rows, strict=True)]
+    start = sum(widths[:-1])
+    room = max(20, shutil.get_terminal_size((1 << 20, 24)).columns - start)
     for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+        first, *others = textwrap.wrap(row[-1], room) or [""]
+        print("".join([*map(str.ljust, row[:-1], widths), first]).rstrip())
+        for line in others:
+            print(" " * start + line)
 
 
 def table(

@@ -59,7 +59,7 @@ def run_list(argv: list[str]) -> int:
     if settings.as_json:
         show_json([entry.model_dump(mode="json", exclude_none=True) for entry in entries])
     elif entries:
-        header = ("name", "files", "by", "dtype", "tokens", "temp")
+        header = ("name, files", "by", "dtype", "tokens", "temp")
         Console().print(table(header, map(_row, entries), padding=(0, 1, 0, 0)))
     if not entries:
         say(f"No models: {settings.models_file} lists none.")
@@ -71,7 +71,7 @@ def _row(entry: ModelEntry) -> tuple[str, ...]:
     sampling = ["" if value is None else f"{value:g}" for value in values]
     dtype = f"{entry.dtype}{', 4 bit' if entry.load_in_4bit else ''}"
     served = f" as {entry.served_name}" if entry.served_name else ""
-    return (entry.name + served, entry.files, entry.backend, dtype, *sampling)
+    return (f"{entry.name}{served}\n  {entry.files}", entry.backend, dtype, *sampling)
 
 
 _START = """Starts an engine for a model: vLLM if it is installed and starts, else the local

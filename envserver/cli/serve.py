@@ -80,7 +80,7 @@ async def _serve(
 
     settings = members[0].spec.settings
     async with serving as server:
-        console.say(f"Trainers: {server.url}")
+        console.say(f"Trainers: {server.url}\nPage in a browser: {server.url}/")
         console.say(
             f"Model endpoint for other environments: {server.model_url}"
             if server.model_url
@@ -143,7 +143,7 @@ async def _until_signal(serving: AbstractAsyncContextManager[ApiServer]) -> int:
 
     async with serving as server:
         stop = stopped()  # not before: a signal ends a start, which may wait for its database
-        say(f"Trainers and environments: {server.url}")
+        say(f"Trainers and environments: {server.url}\nPage in a browser: {server.url}/")
         await stop.wait()
     return 0
 

@@ -23,6 +23,7 @@ from envserver_records.timings import HookEvent
 from ..environment import Environment
 from ..rollout_interface import Caller, HookBug, ModelCall
 from ..settings.config import TokensConfig
+from ..tools.calling import place_of
 from .attempts import ProxyAttempt
 from .body import admit_images
 from .dialects.base import ModelRequest
@@ -137,8 +138,11 @@ class Hooks:
                     answer=copy.deepcopy(answer),
                     choice=choice,
                 )
-                if inspect.isawaitable(waiting := hook(call)):
-                    await waiting
+                returned: object = hook(call)
+                if inspect.isawaitable(returned):
+                    returned = await returned
+                if returned is not None and returned is not call:
+                    raise TypeError(f"{returned!r:.50} was returned; {_EFFECTIVE}")
                 return call
         except TimeoutError as error:
             failure = ServiceError(f"The environment's {name} did not end in time: {error}.")
@@ -152,7 +156,7 @@ class Hooks:
         except (Exception, SystemExit) as error:
             if attempt.sealed and isinstance(error, ConflictError):
                 raise  # it ended before the hook began
-            raise _bug(attempt, name, error) from error
+            raise _bug(attempt, name, error, hook) from error
 
     async def _caller(self, attempt: ProxyAttempt, stack: AsyncExitStack) -> Caller:
         try:
@@ -218,21 +222,24 @@ def _event(at: Any, call: ModelCall, agent: str | None) -> HookEvent:
     return HookEvent(at=at, reason=call.reason, changed=sorted(call.changes), agent=agent)
 
 
-def _bug(attempt: ProxyAttempt, name: str, error: BaseException) -> HookError:
+_EFFECTIVE = "only call.change(...) and call.refuse(...) have an effect"
+
+
+def _bug(
+    attempt: ProxyAttempt, name: str, error: BaseException, hook: Hook | None = None
+) -> HookError:
     """Records that a hook raised; the agent learns only the kind of error."""
     if isinstance(error, HookBug):
         kind, what, text = error.kind, str(error), error.text
     else:
         kind = type(error).__name__
-        frames = traceback.extract_tb(error.__traceback__)
-        at = f" ({frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name})" if frames else ""
-        what = f"{kind}: {str(error)[:1000]}{at}"
+        what = f"{kind}: {str(error)[:1000]} {place_of(error, hook)}"
         text = "".join(traceback.format_exception(error))[-_MOST_TRACEBACK:]
     attempt.service_failed(
         HookError(
-            f"The environment's {name} raised {what}.",
+            f"The environment's {name} raised {what}",
             traceback=text.encode(errors="backslashreplace").decode(),
-            bug=f"A bug in the environment: its {name} raised {what}.",
+            bug=f"A bug in the environment: its {name} raised {what}",
         )
     )
     return HookError(f"The environment's {name} raised {kind}.")

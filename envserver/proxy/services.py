@@ -27,6 +27,7 @@ from envserver_records.errors import (
 from envserver_records.records import SandboxUsage, ServiceCall
 
 from ..environment import Caller, Service, Services
+from ..tools.calling import may_be_bug, place_of
 from ..tools.mcp_client import SHARED_PREFIX
 from .asgi import (
     Interrupted,
@@ -109,6 +110,7 @@ _log = structlog.get_logger("envserver.services")
 class ServiceRouter:
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
+        self._failed: set[str] = set()
         self._known = services if isinstance(services, Services) else Services(services)
         self._places: WeakKeyDictionary[ProxyAttempt, asyncio.Semaphore] = WeakKeyDictionary()
         self._states: WeakKeyDictionary[ProxyAttempt, AttemptState] = WeakKeyDictionary()
@@ -177,9 +179,18 @@ class ServiceRouter:
                 raise
             except (Exception, SystemExit) as error:
                 # The message may hold addresses and keys: it goes to the log only.
-                _log.exception("service_failed", rollout_id=attempt.spec.rollout_id, service=name)
-                failed = f"The service {name!r} failed: {type(error).__name__}."
-                raise ServiceError(failed) from error
+                what = f"{type(error).__name__} {place_of(error, service)}"
+                failed = f"The service {name!r} failed: {what}"
+                is_new = failed not in self._failed
+                self._failed.add(failed)
+                _log.error(
+                    "service_failed",
+                    rollout_id=attempt.spec.rollout_id,
+                    service=name,
+                    error=str(error),
+                    exc_info=is_new,
+                )
+                raise ServiceError(failed, place="", **may_be_bug(error)) from error
         if len(body) > _MOST_ANSWER_BYTES:
             raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
         return body
@@ -280,9 +291,13 @@ async def answer_about_sandboxes(
     send: Send,
 ) -> None:
     if host is None:
-        raise SandboxUnavailable(
-            "This environment declares no sandbox.", hint="Set Environment.sandbox."
+        bug = "A bug in the environment: it opens a sandbox and declares none."
+        hint = "Set Environment.sandbox."
+        none = SandboxUnavailable(
+            "This environment declares no sandbox.", hint=hint, bug=f"{bug} {hint}", missing="yes"
         )
+        attempt.sandbox_failed(none)
+        raise none
     body = await read_body(scope, receive, host.most_bytes(path))
     if attempt.sealed:
         raise ended()

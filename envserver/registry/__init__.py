@@ -13,12 +13,14 @@ import functools
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
 from envserver_records.errors import ConfigError, NotFoundError
+from envserver_records.sandboxes import SandboxSpec
 
 from ..environment import Environment, Isolation
 from ..folders import import_path, is_environment_folder, same_folder
@@ -26,6 +28,7 @@ from ..integration_interface import Integration
 from ..rows.sources import is_data
 from ..rows.typed_tasks import plain
 from ..settings.section import EnvironmentConfig
+from ..tools.calling import place_of
 from . import installed
 from .installed import Interpreter, usable_interpreter, with_own_interpreter
 
@@ -224,10 +227,18 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
     levels = get_args(Isolation)
     if missing:
         raise ConfigError(f"{reference}: {environment.__name__} does not define {missing}.")
+    for name, declared in vars(Environment).items():
+        if inspect.isfunction(declared) and not name.startswith("_"):
+            _check_method(environment, name, declared, reference)
     if environment.isolation not in levels:
         raise ConfigError(
             f"{reference}: isolation is {environment.isolation!r}.",
             hint=f"It must be one of {', '.join(levels)}.",
+        )
+    sandbox = environment.sandbox
+    if not (sandbox is None or isinstance(sandbox, SandboxSpec) or hasattr(sandbox, "__get__")):
+        raise ConfigError(
+            f"{reference}: {environment.__name__}.sandbox is {sandbox!r}, not a SandboxSpec."
         )
     config = environment.Config
     if not (inspect.isclass(config) and issubclass(config, EnvironmentConfig)):
@@ -243,6 +254,46 @@ def _checked(environment: type[Environment], reference: str) -> type[Environment
             f"{reference}: {environment.__name__}.Config cannot be built: {reason}"
         ) from error
     return plain(environment)
+
+
+def _check_method(
+    environment: type[Environment], name: str, declared: Callable[..., Any], reference: str
+) -> None:
+    """Raises ConfigError for a method that cannot be called as `declared` is, or not waited for."""
+    method = getattr(environment, name)
+    if method is declared or not inspect.isfunction(method):
+        return
+    wanted = ", ".join(inspect.signature(declared).parameters)
+    may_wait = "Await" in str(declared.__annotations__) or inspect.iscoroutinefunction(declared)
+    waits = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+    try:
+        inspect.signature(method).bind(*wanted.split(", "))
+    except TypeError as error:
+        problem = f"cannot be called with ({wanted}): {error}"
+    else:
+        if may_wait or not waits:
+            return
+        problem = "cannot be `async`"
+    problem = f"{environment.__name__}.{name} {problem} {_place(method)}"
+    raise ConfigError(f"{reference}: {problem}", hint=f"Write: def {name}({wanted}):")
+
+
+def _place(method: Callable[..., Any]) -> str:
+    return place_of(ConfigError(""), method)
+
+
+def misspelt(environment: type[Environment]) -> list[str]:
+    """Returns a line for each name of the class that nothing calls and that is almost one of
+    Environment's."""
+    kinds = [kind for kind in environment.__mro__ if not kind.__module__.startswith("envserver.")]
+    own = {name: value for kind in kinds for name, value in vars(kind).items()}
+    known = [name for name in dir(Environment) if not name.startswith("_") and name not in own]
+    return [
+        f"{environment.__name__}.{name} is not used: is it {near[0]!r}? {_place(value)}".strip()
+        for name, value in own.items()
+        if not (name.startswith("_") or hasattr(Environment, name))
+        and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.85))
+    ]
 
 
 def _load_entry_point(point: EntryPoint) -> type[Environment]:

@@ -27,6 +27,7 @@ from envserver_records.waiting import in_order
 
 from ..environment import Environment, KnownResult, answer_text
 from ..rows.columns import Origin, RowCount, RowCounts, in_file
+from ..tools.calling import blaming
 from .check_data import (
     MAY_RAISE,
     DataReport,
@@ -285,12 +286,11 @@ def _cases(
     nothing = max(bounds.worst, 0.0)
     for task in tasks:
         try:
-            known = list(environment.known_results(task))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: what it raises is reported
-            problems.append(
-                f"The known results of task {task.id!r} cannot be made: "
-                f"{type(error).__name__}: {error}"
-            )
+            problem = f"The known results of task {task.id!r} cannot be made"
+            with blaming(problem, environment.known_results):
+                known = list(environment.known_results(task))
+        except EnvserverError as error:
+            problems.append(str(error))
             continue
         right = [one.result.output for one in known if one.least > nothing]
         right += [played[task.id]] if task.id in played else []

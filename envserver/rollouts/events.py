@@ -226,9 +226,9 @@ class GroupFailures:
             except RolloutError as error:
                 self._errors[error.message] += 1
                 is_all = len(self._errors) == 1 and self._errors.total() >= enough
-                place = error.detail.get("place")
-                if place is not None and is_all and not (self.scored or is_bug(error)):
-                    bug = f"A bug in the environment: {error.message} {place}"
+                is_suspect = "may_be_bug" in error.detail and not is_bug(error)
+                if is_suspect and is_all and not self.scored:
+                    bug = f"A bug in the environment: {error.message} {error.detail['place']}"
                     error.detail["bug"] = bug.strip()
                 raise
 
@@ -316,6 +316,8 @@ class RunningRollouts:
 
     def __init__(self) -> None:
         self.by_id: dict[str, RunningRollout] = {}
+        self.silent: int | None = 0
+        """Number of rollouts that gave neither an output nor a reward; None after one that did."""
 
     @contextmanager
     def shown(self, request: GroupRequest, number: int) -> Iterator[RunningRollout]:

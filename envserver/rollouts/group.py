@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import structlog
 from envserver_records.errors import Failure, RolloutError
-from envserver_records.records import Group, Score, Task, Trajectory, sealed
+from envserver_records.records import Group, Result, Score, Task, Trajectory, sealed
 from envserver_records.waiting import cancel_and_wait
 from structlog.contextvars import bind_contextvars
 
@@ -31,6 +32,7 @@ from ..telemetry.tracing import NO_TRACER, Tracer, current, evaluation, root, wi
 from ..tokens.builder import trained_ids
 from ..tokens.flags import Actions
 from ..tokens.images import shared
+from ..tools.calling import place_of
 from ..workers.pool import WorkerPool
 from .agents import Demonstrator, demonstrating
 from .attempt import Finished, StalenessMonitor, run_attempt, with_scoring_times
@@ -65,6 +67,7 @@ from .provenance import bounded_public, kept_config, provenance_of, rendering_of
 from .scoring import SCORER_KILLED, SCORING_FAILURES, ScorerPool, score_once, scores_groups
 from .stream import GroupRequest, request_for
 
+_log = structlog.get_logger("envserver.rollouts")
 _LATE = ["call_after_seal"]
 """Flags of a rollout whose agent made calls after the rollout had ended."""
 
@@ -252,8 +255,7 @@ async def _try_rollout(
         shown.count(rollout.attempt.calls)  # the proxy has forgotten the attempt
         shown.state = "scoring"
         with within(current().child("score", {"envserver.environment": request.env})) as span:
-            await _score(context, request.task, rollout)
-            scorable = context.scorer.delivered(rollout.score).reward
+            scorable = await _score(context, request.task, rollout)
             if scorable is not None and not scores_groups(context.environment):
                 span.note({"envserver.reward": scorable, **evaluation("reward", scorable)})
     trajectory, calls = rollout.trajectory, rollout.attempt.calls
@@ -284,9 +286,29 @@ async def _try_rollout(
     return rollout
 
 
-async def _score(context: RolloutContext, task: Task, rollout: Finished) -> None:
+async def _score(context: RolloutContext, task: Task, rollout: Finished) -> float | None:
     with rollout.attempt.timeline.timed("scoring", "score"):
         rollout.score = await score_once(context.scorer, task, rollout.result, rollout.spent)
+    reward = context.scorer.delivered(rollout.score).reward
+    _watch_silence(context, rollout.result, reward)
+    return reward
+
+
+def _watch_silence(context: RolloutContext, result: Result, reward: float | None) -> None:
+    """Warns, once, if the first rollouts all return None and get no reward."""
+    environment, running = context.environment, context.running
+    if running.silent is None or result.limit is not None:
+        return
+    nothing = max(context.scorer.rules.range.low, 0.0)
+    is_silent = result.output is None and not result.turn_rewards and reward in (None, nothing)
+    is_silent = is_silent and context.harness is None and not scores_groups(environment)
+    running.silent = running.silent + 1 if is_silent else None
+    if running.silent == environment.config.group_size:
+        place = place_of(ValueError(), environment.rollout)
+        _log.warning(
+            "rollouts.nothing_returned",
+            hint=f"All returned None and got no reward. Does `rollout` lack a `return`? {place}",
+        )
 
 
 async def run_once(

@@ -7,6 +7,7 @@ and no retry helps.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from envserver_records.tasks import Result, RewardRange, Score, TurnReward, with
 
 from ..environment import AgentRole, Environment
 from ..settings.section import AgentConfig
+from ..tools.calling import place_of
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 
@@ -26,6 +28,9 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 def roles_of(environment: Environment) -> dict[str, AgentRole]:
     """The agents of `environment` in its order, trained as the settings say."""
     declared, settings = environment.agents(), environment.config.agents
+    if not isinstance(declared, Mapping):
+        place = place_of(ConfigError(""), environment.agents)
+        raise ConfigError(f"agents() must return a dict of roles, not {declared!r:.50} {place}")
     for name in declared:
         if not _NAME.fullmatch(name):
             raise ConfigError(
@@ -94,7 +99,8 @@ def range_of(environment: Environment) -> RewardRange:
 def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
     """Checks a score and returns it as plain numbers, without totals."""
     if not isinstance(score, Score):
-        _refuse(f"{type(score).__name__}, not a Score", verb="returned")
+        hint = "Write: return Score(reward=...)."
+        _refuse(f"{type(score).__name__}, not a Score", hint, verb="returned")
     if score.error is not None:
         raise ScorerError(f"The scorer reported a failure: {score.error}")
     checked = Score(
@@ -218,6 +224,9 @@ def _finite_numbers(field: str, values: object) -> dict[str, float]:
 
 
 def _reward(name: str, value: object) -> float:
+    if inspect.iscoroutine(value):
+        value.close()
+        _refuse(f"{name} = a coroutine", "`await` it, in an `async def`.")
     return _finite(name, value, reward_error)
 
 

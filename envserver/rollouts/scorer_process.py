@@ -51,13 +51,14 @@ from ..judges.client import JudgeAddress, ScorerJudge
 from ..registry import find
 from ..sandbox.maker import SandboxAddress
 from ..sandbox.opening import WatchedSandboxes
-from ..tools.calling import place_of
+from ..tools.calling import blaming, may_be_bug, place_of
 from ..workers import linux
-from ..workers.failures import bug_of, may_be_bug
+from ..workers.failures import bug_of
 from .rewards import (
     RewardRules,
     checked_score,
     delivered_score,
+    reward_error,
     rules_of_rewards,
     with_turn_rewards,
 )
@@ -121,20 +122,14 @@ def rubric_class(reference: str) -> type[Any]:
 
 
 def _made(kind: type[Any], environment: Environment, reference: str) -> Any:
-    try:
+    hint = "Its constructor takes the environment, or nothing."
+    with blaming(f"The rubric {reference} cannot be made", hint=hint):
         if issubclass(kind, Environment):
             config = environment.config.model_dump(mode="json")
             known = {key: config[key] for key in kind.Config.model_fields if key in config}
             return kind(kind.Config.model_validate(known))
         takes_one = bool(inspect.signature(kind).parameters)
         return kind(environment) if takes_one else kind()
-    except EnvserverError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"The rubric {reference} cannot be made: {type(error).__name__}: {error}",
-            hint="Its constructor takes the environment, or nothing.",
-        ) from error
 
 
 TRACEBACK_CHARACTERS = 4000
@@ -324,10 +319,13 @@ def score_group(task: Task, results: list[Result], scores: list[Score]) -> list[
     environment = _environment()
     with _nothing_failed_meanwhile():
         final = _awaited(environment.score_group(task, results, scores))
-    if not isinstance(final, list) or len(final) != len(scores):
-        raise ScorerError(f"score_group must return a list of {len(scores)} scores.")
     rules = rules_of_rewards(environment)
-    return [checked_score(*pair, rules) for pair in zip(final, results, strict=True)]
+    with _placed(environment.score_group):
+        if not isinstance(final, list) or len(final) != len(scores):
+            wrong = f"of {len(final)}" if isinstance(final, list) else f"{final!r:.50}"
+            wanted = f"a list of {len(scores)} scores"
+            raise reward_error(f"score_group must return {wanted}, not {wrong}.")
+        return [checked_score(*pair, rules) for pair in zip(final, results, strict=True)]
 
 
 def score_row(row: RowToScore) -> Score:
@@ -379,7 +377,8 @@ def _failure_of(error: BaseException) -> Failure:
         message=f"The scorer raised {type(error).__name__}: {str(error)[:500]} {place_of(error)}",
         detail={
             "traceback": trace,
-            **({"place": ""} if may_be_bug(error) else {}),  # it is in the message
+            "place": "",  # it is in the message
+            **may_be_bug(error),
             **bug_of(error),
         },
     )
@@ -420,10 +419,17 @@ def _score_of(environment: Environment, task: Task, result: Result) -> Score:
     with _nothing_failed_meanwhile():
         score = _awaited(environment.score(task, result))
     rules = rules_of_rewards(environment)
-    try:
+    with _placed(environment.score):
         return checked_score(with_turn_rewards(score, result, rules), result, rules)
+
+
+@contextmanager
+def _placed(method: Callable[..., Any]) -> Iterator[None]:
+    """Adds the place of `method`, which gave the scores, to a bug."""
+    try:
+        yield
     except RewardError as error:
-        error.detail["bug"] += f" {place_of(error, environment.score)}"
+        error.detail["bug"] += f" {place_of(error, method)}"
         raise
 
 

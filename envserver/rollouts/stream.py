@@ -13,12 +13,12 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.errors import ConfigError
 from envserver_records.packing import pack
 from envserver_records.tasks import Split, Task
 
 from ..environment import Environment
-from ..tools.calling import place_of
+from ..tools.calling import blaming
 
 if TYPE_CHECKING:
     from envserver_records.records import Group
@@ -90,21 +90,41 @@ def request_for(
     )
 
 
-def group_requests(environment: Environment, *, repeat: bool) -> Iterator[GroupRequest]:
-    """Yields a group request for each task of the environment's split, lazily."""
+def group_requests(
+    environment: Environment, *, repeat: bool, compared: int = 100_000
+) -> Iterator[GroupRequest]:
+    """Yields a group request for each task of the environment's split, lazily; warns once of equal
+    ids among the first `compared` tasks."""
     config = environment.config
     prefix = id_prefix(environment)
     index = 0
+    seen: dict[str, int] = {}
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in tasks_of(environment, config.split):
+            if index < compared and (first := seen.setdefault(task.id, index)) != index:
+                _warn_of_equal_ids(environment, task.id, first, index)
+                compared = 0
             yield request_for(environment, task, group_id(prefix, index, task.id), index)
             index += 1
+        compared, seen = 0, {}
         if index == before:
             raise ConfigError(
                 f"Environment {environment.name!r} has no tasks in its split {config.split!r}.",
                 hint="Choose another with --env.split, or another data set.",
             )
+
+
+def _warn_of_equal_ids(environment: Environment, task_id: str, first: int, second: int) -> None:
+    import structlog  # scorer processes do without it
+
+    structlog.get_logger("envserver.tasks").warning(
+        "tasks.equal_ids",
+        environment=environment.name,
+        task_id=task_id,
+        positions=f"{first} and {second}",
+        hint="Filters and statistics take them for one task: give each task an id of its own.",
+    )
 
 
 def read(requests: Iterator[GroupRequest]) -> asyncio.Future[GroupRequest | None]:
@@ -132,27 +152,22 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    try:
+    with blaming(f"Environment {environment.name!r} cannot give its tasks", environment.tasks):
         for task in environment.tasks(split):
             if not isinstance(task, Task):
                 raise TypeError(f"{type(task).__name__} is not a Task")
             if not (isinstance(task.id, str) and isinstance(task.public, dict)):
                 raise TypeError(f"the id of task {task.id!r} must be text, its public part a dict")
+            if not isinstance(task.hidden, dict):
+                raise TypeError(f"the hidden part of task {task.id!r} must be a dict")
             yield task
-    except EnvserverError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"Environment {environment.name!r} cannot give its tasks: "
-            f"{type(error).__name__}: {error} {place_of(error, environment.tasks)}"
-        ) from error
 
 
 # Scorer processes import this module: it imports no part of scoring.
 
 
 def first_tasks(environment: Environment, count: int) -> list[Task]:
-    made = group_requests(environment, repeat=False)
+    made = group_requests(environment, repeat=False, compared=0)
     return [request.task for request in itertools.islice(made, count)]
 
 

@@ -46,6 +46,7 @@ from ..rows.environment import RowsEnvironment
 from ..rows.sources import Source
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..tokens.vocabulary import Vocabulary
+from ..tools.calling import blaming
 from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
@@ -187,12 +188,12 @@ async def _play(
 
 
 def _is_demonstrated(environment: Environment, task: Task, problems: list[str]) -> bool:
+    problem = f"The demonstration of task {task.id!r} cannot be made"
     try:
-        return bool(environment.demonstration(task))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the environment's code: reported
-        problems.append(
-            f"The demonstration of task {task.id!r} cannot be made: {type(error).__name__}: {error}"
-        )
+        with blaming(problem, environment.demonstration):
+            return bool(environment.demonstration(task))
+    except EnvserverError as error:
+        problems.append(str(error))
         return False
 
 
@@ -220,7 +221,8 @@ class _Plays:
         try:
             finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
-            played.wrong.append(Wrong(task_id=task.id, reward=None, error=str(error), raised=True))
+            why = f"{error} {error.detail.get('place', '')}"
+            played.wrong.append(Wrong(task_id=task.id, reward=None, error=why, raised=True))
             return
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return

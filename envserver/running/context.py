@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..proxy.endpoint import EngineEndpoint
 from ..proxy.gate import Gate
 from ..proxy.hooks import hooks_of
 from ..proxy.server import Proxy
-from ..registry import absolute
+from ..registry import absolute, misspelt
 from ..rollout_interface import HarnessSpec
 from ..rollouts.agents import Demonstrator, seats_of
 from ..rollouts.attempt import StalenessMonitor
@@ -210,6 +211,7 @@ async def rollout_context(
         need_engine: the engine must answer now; if False, its model must be set.
     """
     reference = absolute(env_reference)
+    _warn_of_misspelt(type(environment))
     roles = roles_of(environment)
     isolation = isolation_of(settings.agent, environment)
     _check_trained(roles, need_exact)
@@ -368,6 +370,12 @@ async def played_context(
             settings, environment, env_reference, shared=shared, **options
         ) as context:
             yield context
+
+
+@functools.cache
+def _warn_of_misspelt(kind: type[Environment]) -> None:
+    for problem in misspelt(kind):
+        structlog.get_logger("envserver.environment").warning("environment.name", hint=problem)
 
 
 def _egress(config: WorkersConfig, environment: Environment) -> Egress | None:

@@ -318,7 +318,8 @@ class Tally(Meter):
         self.sandbox_seconds += usage.sandbox.wall_seconds if usage.sandbox is not None else 0.0
 
     def _failed(self, environment: str, event: RolloutFailed) -> None:
-        kind, message = event.failure.kind, event.failure.message
+        failure, kind = event.failure, event.failure.kind
+        message = f"{failure.message} {failure.detail.get('place', '')}".strip()
         self.add("failed_attempts", environment, kind)
         if event.final:
             self.add("rollouts", environment, "stale" if kind == "stale" else "lost")

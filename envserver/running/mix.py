@@ -40,23 +40,17 @@ class RunSpec(Generic[S]):
 
     def make_environment(self) -> Environment:
         from ..rollouts.rewards import roles_of
-        from ..tools.calling import place_of
+        from ..tools.calling import blaming
 
+        kind = self.environment_class
         try:
-            environment = self.environment_class(self.settings.env)
-            roles_of(environment)
-            return environment
+            with blaming(f"Environment {self.reference!r} cannot be made", kind.__init__):
+                environment = kind(self.settings.env)
+                roles_of(environment)
         except ConfigError as error:
             error.message = f"{self.name}: {error.message}" if self.name else error.message
             raise
-        except EnvserverError:
-            raise
-        except (Exception, SystemExit) as error:
-            named = f"{self.name}: " if self.name else ""
-            raise ConfigError(
-                f"{named}Environment {self.reference!r} cannot be made: {type(error).__name__}: "
-                f"{error} {place_of(error)}"
-            ) from error
+        return environment
 
 
 M = TypeVar("M", bound=MixSettings)

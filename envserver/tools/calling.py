@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from envserver_records.errors import EnvserverError
+from envserver_records.errors import ConfigError, EnvserverError
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -302,12 +302,41 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _LIBRARIES = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
+    "<frozen ",
 )
 
 
 def is_bug(error: Exception) -> bool:
     """Whether a tool's exception is a bug of its author: it has no other meaning here."""
     return not isinstance(error, EnvserverError | ToolError | OSError)
+
+
+def may_be_bug(error: BaseException) -> dict[str, str]:
+    """Returns the detail of an error that a mistake in the environment's code may have raised:
+    a plain exception of Python, a missing file, a refused request; not one of a library nor of the
+    system."""
+    is_refused = isinstance(error, EnvserverError) and error.detail.get("status") in _REFUSED
+    is_plain = type(error).__module__ == "builtins" and not isinstance(error, OSError)
+    is_bug = is_refused or is_plain or isinstance(error, FileNotFoundError | NotADirectoryError)
+    return {"may_be_bug": "yes"} if is_bug else {}
+
+
+_REFUSED = (400, 404, 422)
+
+
+@contextmanager
+def blaming(
+    problem: str, method: Callable[..., Any] | None = None, hint: str = ""
+) -> Iterator[None]:
+    """Makes a ConfigError that begins with `problem` of what the environment's code raises within
+    the block. `method`: see `place_of`."""
+    try:
+        yield
+    except EnvserverError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{problem}: {type(error).__name__}: {error} {place_of(error, method)}"
+        raise ConfigError(text, hint=hint) from error
 
 
 def place_of(error: BaseException, method: Callable[..., Any] | None = None) -> str:

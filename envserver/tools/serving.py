@@ -16,7 +16,7 @@ import structlog
 from envserver_records.errors import ConfigError, InputError, ServiceError
 
 from ..environment import Caller, Environment, Service, Services, tools_of, typed_methods
-from .calling import ToolError, is_bug, place_of
+from .calling import ToolError, blaming, is_bug, place_of
 from .mcp_client import McpConnection, McpServer, connect
 from .typed import CALLER, TypedTool, result_text
 
@@ -38,7 +38,7 @@ async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Se
                 f"{server.service}/tools": shared.tools,
                 f"{server.service}/call": shared.call,
             }
-        services = await stack.enter_async_context(environment.services())
+        services = await stack.enter_async_context(_own_services(environment))
         if twice := tools.keys() & services.keys():
             raise ConfigError(f"{', '.join(sorted(twice))}: a service and a tool have one name.")
         if isinstance(services, Services):
@@ -46,6 +46,22 @@ async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Se
             yield services
         else:
             yield {**services, **tools}
+
+
+@asynccontextmanager
+async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, Service]]:
+    async with AsyncExitStack() as stack:
+        starting = f"Environment {environment.name!r} cannot start its services"
+        hint = "Return nullcontext({...}), or put @contextlib.asynccontextmanager above `services`."
+        with blaming(starting, environment.services, hint):
+            services = await stack.enter_async_context(environment.services())
+            if not isinstance(services, Mapping):
+                raise TypeError(f"it must give a dict of services, not {services!r:.50}")
+        try:
+            yield services
+        finally:
+            with blaming(f"Environment {environment.name!r} cannot end its services"):
+                await stack.aclose()
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:

@@ -70,7 +70,7 @@ class Instances:
             if task.cancelled() or task.exception():
                 continue
             try:
-                await task.result().close()
+                await _run_hook(task.result().close)
             except (Exception, SystemExit):  # noqa: BLE001 - code of others; this process ends either way
                 traceback.print_exc(file=sys.stderr)
 
@@ -83,10 +83,15 @@ class Instances:
                 raise ConfigError(f"The config is not for {reference!r}: {error}") from error
             try:
                 environment = kind(settings)
-                await environment.setup()
+                await _run_hook(environment.setup)
             except (SystemExit, KeyboardInterrupt) as error:  # the loop would end with it
                 raise ended_by(error) from error
             return environment
+
+
+async def _run_hook(method: Callable[[], Any]) -> None:
+    if inspect.isawaitable(waiting := method()):
+        await waiting
 
 
 #     POST URL  {"task", "instruction", "base_url", "api_key", "model", "seconds", "archive",
@@ -219,6 +224,7 @@ class WorkerAttempt:
         self._began = False
         self._agent: asyncio.Task[Any] | None = None
         self._run: AttemptRun | None = None
+        self._method: Callable[..., Any] | None = None
 
     def cancel(self) -> None:
         """Cancels the agent; its result is still posted."""
@@ -277,8 +283,8 @@ class WorkerAttempt:
             return _failure(AgentError("The agent cancelled its own task."))
         error = agent.exception()
         if error is not None:
-            return _failure(error, run)
-        return _success(agent.result(), run)
+            return _failure(error, run, self._method)
+        return _success(agent.result(), run, self._method)
 
     async def _output(self, job: Job, run: AttemptRun) -> Any:
         PRINTING.set(run.printed)
@@ -286,7 +292,7 @@ class WorkerAttempt:
         environment: Environment[Any] = await self._workshop.instances.get(
             job.env_reference, job.env_config
         )
-        self._began = True
+        self._began, self._method = True, environment.rollout
         run.isolation = "sandboxed" if job.harness is not None else environment.isolation
         run.tools = tools_of(environment)
         is_alone = run.isolation != "pooled" and self._workshop.own_process
@@ -296,8 +302,9 @@ class WorkerAttempt:
             if job.harness is not None:
                 return await self._played(environment, job, job.harness, run)
             if inspect.iscoroutinefunction(environment.rollout):
-                return await environment.rollout(job.task, run)
-            returned = await self._in_thread(environment, job, run)
+                returned = await environment.rollout(job.task, run)
+            else:
+                returned = await self._in_thread(environment, job, run)
             return await returned if inspect.isawaitable(returned) else returned
         except (SystemExit, KeyboardInterrupt) as error:
             raise ended_by(error) from error
@@ -351,7 +358,7 @@ def _lead_out(egress_url: str) -> None:
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost"
 
 
-def _success(output: Any, run: AttemptRun) -> bytes:
+def _success(output: Any, run: AttemptRun, method: Callable[..., Any] | None) -> bytes:
     try:
         # A model may have written half a surrogate pair, or nested lists: that costs it points, but
         # it is no failure.
@@ -360,11 +367,15 @@ def _success(output: Any, run: AttemptRun) -> bytes:
         return orjson.dumps(result, option=_JSON_ONLY)
     except TypeError as error:
         what = f"rollout() returned what JSON cannot hold ({type(output).__name__}): {error}."
-        return _failure(AgentError(what, bug="yes"))
+        return _failure(AgentError(what, bug="yes"), None, method)
 
 
-def _failure(error: BaseException, run: AttemptRun | None = None) -> bytes:
-    body: dict[str, Any] = {"failure": failure_of(error, own_file=__file__)}
+def _failure(
+    error: BaseException,
+    run: AttemptRun | None = None,
+    method: Callable[..., Any] | None = None,
+) -> bytes:
+    body: dict[str, Any] = {"failure": failure_of(error, __file__, method)}
     body |= _noted(run) if run is not None else {}
     if (output := output_of(error)) is not None:
         body["output"], changes = clean(output)

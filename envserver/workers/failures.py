@@ -7,6 +7,7 @@ the agent's error. An error that no further attempt can avoid is marked as a bug
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from envserver_records.errors import (
@@ -20,7 +21,7 @@ from envserver_records.errors import (
 )
 from envserver_records.extras import missing_module_hint
 
-from ..tools.calling import place_of
+from ..tools.calling import may_be_bug, place_of
 
 MAX_TRACEBACK_CHARACTERS = 8000
 MAX_MESSAGE_CHARACTERS = 2000
@@ -33,10 +34,13 @@ _BUGS = (
 )
 
 
-def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
+def failure_of(
+    error: BaseException, own_file: str = "", method: Callable[..., Any] | None = None
+) -> dict[str, Any]:
     """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
-    Traceback entries of `own_file` are left out at the top; they are not the agent's.
+    Traceback entries of `own_file` are left out at the top; they are not the agent's. `method`: see
+    `place_of`.
     """
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
@@ -48,16 +52,11 @@ def failure_of(error: BaseException, own_file: str = "") -> dict[str, Any]:
         "message": sendable(message[:MAX_MESSAGE_CHARACTERS]),
         "detail": {
             "traceback": _traceback(error, own_file),
-            **({"place": place_of(error)} if may_be_bug(error) else {}),
-            **bug_of(error),
+            "place": place_of(error, method),
+            **may_be_bug(error),
+            **bug_of(error, method),
         },
     }
-
-
-def may_be_bug(error: BaseException) -> bool:
-    """Whether a mistake in the environment's code may have raised it: it is a plain exception of
-    Python, not of a library nor of the system."""
-    return type(error).__module__ == "builtins" and not isinstance(error, OSError)
 
 
 def ended_by(error: BaseException) -> AgentError:
@@ -72,21 +71,21 @@ def output_of(error: BaseException) -> Any:
     return error.detail.get(OUTPUT) if isinstance(error, LimitReached | AgentError) else None
 
 
-def bug_of(error: BaseException) -> dict[str, str]:
+def bug_of(error: BaseException, method: Callable[..., Any] | None = None) -> dict[str, str]:
     """Returns the details of an error in the environment's code or setup; nothing for others.
 
     `bug`: what happened, its place in the environment's code, and what helps. `missing`: "yes"
     where a library or a setting is missing, so that nothing can work.
     """
     if isinstance(error, AgentError) and error.detail.get("bug"):
-        place = place_of(error.__cause__ or error)
+        place = place_of(error.__cause__ or error, method)
         return {"bug": sendable(f"A bug in the environment: {error.message} {place}".strip())}
     if not isinstance(error, _BUGS):
         return {}
     if isinstance(error, ConfigError):
         return {"bug": sendable(f"The environment cannot run: {error}"), "missing": "yes"}
     message = str(error)[:MAX_MESSAGE_CHARACTERS]
-    text = f"A bug in the environment: {type(error).__name__}: {message} {place_of(error)}"
+    text = f"A bug in the environment: {type(error).__name__}: {message} {place_of(error, method)}"
     if not isinstance(error, ImportError):
         return {"bug": sendable(text)}
     hint = f" {missing_module_hint(error.name)}" if error.name else ""

@@ -208,7 +208,11 @@ class WorkerHandle(asyncio.Protocol):
         self._silent_ticks += 1
         if self.ready and self._silent_ticks > BEATS_PER_SILENCE:
             self.kill_for(
-                KillReason(WorkerHung, "The worker's event loop was blocked; it was killed.")
+                KillReason(
+                    WorkerHung,
+                    "The worker's event loop was blocked; it was killed. What waits or computes "
+                    "for long belongs into a plain `def rollout`, or into asyncio.to_thread.",
+                )
             )
         elif self._silent_ticks > self._patience_ticks:
             self.kill_for(KillReason(WorkerDied, "The worker did not start."))

@@ -22,17 +22,7 @@ CASES = cases_of(__file__)
 
 ROOT = Path(__file__).parents[2]
 # The folder that each package lies in, by the project that ships it.
-PACKAGES = {
-    ".": {
-        "envserver": ".",
-        "envserver_environments": "environments",
-        "envserver_integrations": "environments",
-        "envserver_tools": "tools",
-        "envserver_local": "tools",
-        "envserver_factory": "tools",
-    },
-    "clients": {"envserver_clients": "clients", "envserver_records": "clients"},
-}
+PACKAGES = CASES["packages"]
 _MAY_LACK = {"torch", "transformers", "trl", "datasets", "verl", "skyrl", "slime", "ray", "hydra"}
 
 

@@ -21,7 +21,6 @@ from envserver.workers.linux import descendants
 CASES = cases_of(__file__)
 
 OWN_ENVIRONMENT = CASES["own_environment"]
-BUG = "A bug in the environment: "
 LINE = "process --env {env}.py --model sim --sim.latency_seconds 0 {more}"
 OUT = "--env.data_path_to_save_groups out.jsonl"
 Process = Callable[..., str]
@@ -32,7 +31,6 @@ def folder(tmp_path: Path) -> Path:
     """A folder with the environments."""
     (tmp_path / "echo.py").write_text(OWN_ENVIRONMENT)
     (tmp_path / "buggy.py").write_text(CASES["buggy"])
-    (tmp_path / "quitting.py").write_text(CASES["quitting"])
     return tmp_path
 
 
@@ -232,51 +230,6 @@ def test_a_rollout_that_ends_its_worker_again_is_scored(
     assert [(one["limit"], one["attempt"] > 1) for one in rollouts] == [(limit, True)] * 6
     said = process(f"{more} --rollouts.worker_deaths null --overwrite", status=1)
     assert "worker_" in said
-
-
-@pytest.mark.parametrize(
-    ("bug", "blame", "message"),
-    [
-        ("code", BUG, "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int' ("),
-        ("setup", "The environment cannot run: ", "No key is set. Set one."),
-        ("module", BUG, "ModuleNotFoundError: No module named 'smolagents_of_nobody' ("),
-        ("scorer", BUG, "AttributeError: 'str' object has no attribute 'reward' ("),
-        ("number", BUG, "The scorer returned int, not a Score. ("),
-        ("object", BUG, "rollout() returned what JSON cannot hold (Buggy): "),
-        ("key", BUG, "KeyError: 'm' ("),
-        ("hidden key", BUG, "The scorer raised KeyError: 'm' ("),
-    ],
-)
-def test_a_bug_of_the_environment_ends_each_group_at_its_first_occurrence(
-    process: Process, folder: Path, bug: str, blame: str, message: str
-) -> None:
-    more = f"--rollouts.max_concurrent 4 --env.group_size 4 --env.bug {bug!r}"
-    said = process(more, status=1, env="buggy")
-    assert blame + message in said
-    assert bug in ("setup", "object") or "buggy.py:" in said
-    failures = read_jsonl(folder / "data" / "buggy.failures.jsonl")
-    failed = [line["rollout_id"] for line in failures if line["event"] == "rollout_failed"]
-    # None is tried again, but for an error that may come from what the model said.
-    assert "key" in bug or 1 <= len(failed) == len(set(failed))
-    assert len(failed) < 60  # of 80: the run ended early
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        *("tasks", "on_answer"),
-        *first_of("score", "setup", "rollout", "services", "prepare_scoring"),
-    ],
-)
-def test_an_environment_that_exits_is_told_so_and_ends_the_run_as_failed(
-    process: Process, place: str
-) -> None:
-    said = process(
-        f"--env.at {place}",
-        status=2 if place in ("tasks", "prepare_scoring") else 1,
-        env="quitting",
-    )
-    assert "SystemExit" in said.splitlines()[-1] and "quitting.py:12" in said.splitlines()[-1]
 
 
 def test_a_run_whose_few_groups_all_failed_ends_as_failed(process: Process) -> None:

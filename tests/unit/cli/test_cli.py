@@ -31,49 +31,12 @@ def modules(code: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
-ANSWERS = """
-from envserver.cli import main
-for word in ('--help', '--version', 'nonsense'):
-    main([word])
-"""
-WORKERS = """
-from envserver.workers.forkserver import _preload
-_preload(['kuhn'])
-from envserver import registry
-assert registry.find('kuhn').Config.__pydantic_complete__
-"""
-WRONG = "from envserver.cli import main; assert main(['{}', '--nonsense']) == 2"
-
-
-@pytest.mark.parametrize(
-    ("code", "most", "never"),
-    [
-        (ANSWERS, 9999, "pydantic numpy msgspec fastapi aiohttp openai rich asyncio"),
-        (CASES["helps"], 9999, ""),
-        (WRONG.format("serve"), 1490, "aiohttp dotenv sympy yaml envserver.models.openai"),
-        (WRONG.format("process"), 1090, "aiohttp dotenv fastapi sqlalchemy sympy yaml"),
-        (
-            "import envserver.rollouts.scorer_process",
-            370,
-            "structlog rich aiohttp fastapi numpy envserver.settings.config",
-        ),
-        # The parent of workers imports and builds all that they need and no more.
-        (WORKERS, 625, "structlog rich sqlalchemy fastapi envserver.settings.config"),
-        # A server without environments; it was 1,655, and each takes about half a millisecond.
-        (
-            WRONG.format("run-api"),
-            1080,
-            "aiohttp dotenv jinja2 pebble rich tokenizers websockets yaml "
-            "sqlalchemy.dialects.postgresql envserver_local.simulated envserver.registry "
-            "envserver.rollouts.group envserver.sandbox envserver.workers.process",
-        ),
-    ],
-    ids=["answers", "helps", "serve", "process", "scorer", "workers", "run-api"],
-)
-def test_processes_import_only_what_they_do(code: str, most: int, never: str) -> None:
-    loaded = modules(code)
-    assert not {*never.split()} & {*loaded}
-    assert len(loaded) < most
+@pytest.mark.parametrize("name", CASES["imports"])
+def test_processes_import_only_what_they_do(name: str) -> None:
+    case = CASES["imports"][name]
+    loaded = modules(case["code"])
+    assert not {*case["never"].split()} & {*loaded}
+    assert len(loaded) < case.get("most", 9999)
 
 
 def test_public_names_are_all_there() -> None:

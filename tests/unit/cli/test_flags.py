@@ -17,7 +17,7 @@ from envserver import ServerConfig
 from envserver.cli import all_commands
 from envserver.cli.command_line import CommandSpec
 from envserver.cli.completion import FILES as PATHS
-from envserver.cli.completion import SCRIPTS, candidates
+from envserver.cli.completion import candidates
 from envserver.settings.section import Section
 
 CASES = cases_of(__file__)
@@ -81,15 +81,9 @@ def test_arguments_stand_anywhere_and_keep_their_commas(line: str) -> None:
 
 @pytest.mark.parametrize("command", [FILES, NO_FILES])
 def test_a_switch_is_turned_on_and_off(command: CommandSpec[Settings]) -> None:
-    for line, expected in {
-        "--resume --color": (True, True, False),
-        "--no-resume --no-color": (False, False, False),
-        "--resume --no_resume --no-cache": (False, None, True),
-        "--resume false --color none --no-cache no": (False, None, False),
-        "--resume=off --no-no-cache": (False, None, False),
-    }.items():
+    for line, expected in CASES["switches"].items():
         settings = read(line, command)
-        assert (settings.resume, settings.color, settings.no_cache) == expected
+        assert f"{settings.resume} {settings.color} {settings.no_cache}" == expected
     settings = read("--resume -o x", command)  # it takes no flag for its value
     assert (settings.resume, settings.out) == (True, Path("x"))
 
@@ -118,20 +112,7 @@ def names(line: str) -> list[str]:
 
 
 def test_what_a_word_may_become() -> None:
-    exactly = {
-        "": list(all_commands()),
-        "re": ["rescore", "replay"],
-        "models s": ["start", "sim"],
-        "completion ": list(SCRIPTS),
-        "nothing ": [],
-        "process --resu": ["--resume"],
-        "process --no-resu": ["--no-resume"],
-        "serve --por": ["--port"],
-        "process --log_format ": ["auto", "console", "json"],
-        "process --log_format=c": ["--log_format=console"],
-        "process --log_format = c": ["console"],
-        "export ": [PATHS],
-    }
+    exactly = CASES["exactly"] | {"": list(all_commands())}
     assert {line: names(line) for line in exactly} == exactly
     assert "--openai.base_url" in names("process --op")
     assert "--env.data_set" in names("process --env math --env.da")

@@ -223,17 +223,7 @@ testing: false
     assert warnings[0].startswith("--env.use_wandb has no effect here: ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "variable", "file"),
-    [
-        ("--env math", "", ""),
-        ("", "ENVSERVER_ENVIRONMENT=math", ""),
-        ("", "ENVSERVER_ENV__NAME=math", ""),
-        ("", "", "environment: math\n"),
-        ("", "", "env:\n  name: math\n  data_set: gsm8k\n"),
-        ("--env math", "ENVSERVER_ENV=third", "env: {name: other}"),  # the command line wins
-    ],
-)
+@pytest.mark.parametrize(("flags", "variable", "file"), MISTAKES["environments"])
 def test_the_environment_is_named_by_any_source(flags: str, variable: str, file: str) -> None:
     words = f"{flags} --env.data_set sample {of_file(file)}"
     environ = dict([variable.split("=")]) if variable else {}

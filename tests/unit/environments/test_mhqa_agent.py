@@ -1,15 +1,15 @@
 """The environment `mhqa`: how its agents search, reason and end, and what searches for them."""
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 from envserver_environments.mhqa.env import Mhqa
 from envserver_tools.retrieval import HttpRetriever, Passage, RetrieverSettings
+from support.http_stand_in import standing_in
 from support.scripted_run import ScriptedRun, call, played, says
 
 from envserver import Caller, ConfigError, InputError, Message, PublicTask, Result, ServiceError
@@ -98,25 +98,18 @@ async def test_the_script_puts_earlier_answers_into_later_questions() -> None:
     assert run.actions[1][1]["query"] == ROW["question"] and output["answer"] is None
 
 
-@asynccontextmanager
-async def retriever(*answers: Any) -> AsyncIterator[tuple[str, list[Any]]]:
+@contextmanager
+def retriever(*answers: Any) -> Iterator[tuple[str, list[Any]]]:
     """A server that gives `answers`, one after the other; its address, and what it was asked."""
     asked: list[Any] = []
 
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(await request.json())
+    def answer(path: str, headers: object, body: bytes) -> tuple[int, bytes]:
+        asked.append(json.loads(body))
         value = answers[min(len(asked), len(answers)) - 1]
-        return web.Response(status=value) if isinstance(value, int) else web.json_response(value)
+        return (value, b"") if isinstance(value, int) else (200, json.dumps(value).encode())
 
-    app = web.Application()
-    app.router.add_post("/retrieve", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve", asked
-    finally:
-        await runner.cleanup()
+    with standing_in(answer) as url:
+        yield f"{url}/retrieve", asked
 
 
 CALLER = Caller("r", "g", PublicTask("t", {}), lambda word: None)
@@ -129,23 +122,21 @@ async def test_an_external_retriever_is_asked_by_its_contract() -> None:
         {"document": {"title": "Vell", "text": "A town."}, "score": "0.5"},
         {"document": '"Ida"\nShe.', "score": 0},
     ]
-    async with (
-        retriever(503, {"result": [documents]}, {"result": [[CONTENTS]]}) as (url, asked),
-        HttpRetriever(RetrieverSettings(url=url, pause_seconds=0.01)) as external,
-    ):
-        hits = await external.search("Osk?", 3)
-        assert [(h.passage.title, h.passage.text, h.score) for h in hits] == [
-            ("Osk", "Osk is a town.", 1.5),
-            ("Vell", "A town.", 0.5),
-            ("Ida", "She.", 0.0),
-        ]
-        assert asked == [{"queries": ["Osk?"], "topk": 3, "return_scores": True}] * 2
-        assert [hit.score for hit in await external.search("Osk?", 1)] == [0.0]
+    with retriever(503, {"result": [documents]}, {"result": [[CONTENTS]]}) as (url, asked):
+        async with HttpRetriever(RetrieverSettings(url=url, pause_seconds=0.01)) as external:
+            hits = await external.search("Osk?", 3)
+            assert [(h.passage.title, h.passage.text, h.score) for h in hits] == [
+                ("Osk", "Osk is a town.", 1.5),
+                ("Vell", "A town.", 0.5),
+                ("Ida", "She.", 0.0),
+            ]
+            assert asked == [{"queries": ["Osk?"], "topk": 3, "return_scores": True}] * 2
+            assert [hit.score for hit in await external.search("Osk?", 1)] == [0.0]
 
 
 @pytest.mark.parametrize("answer", [500, 404, {"result": []}, {"result": [[7]]}])
 async def test_a_retriever_that_fails_is_a_failure_of_ours(answer: Any) -> None:
-    async with retriever(answer) as (url, asked):
+    with retriever(answer) as (url, asked):
         env = Mhqa(Mhqa.Config(scope="external", retriever_url=url))
         async with env.services() as services:
             with pytest.raises(ServiceError):

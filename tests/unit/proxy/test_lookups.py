@@ -16,12 +16,7 @@ from envserver.proxy.endpoint import Capabilities
 
 CASES = cases_of(__file__)
 
-BODIES = {
-    "v1/chat/completions": {"messages": ASK},
-    "v1/completions": {"prompt": "hi"},
-    "v1/responses": {"input": "hi"},
-    "v1/messages": {"max_tokens": 9, "messages": ASK},
-}
+BODIES = cases_of(__file__, "test_services.toml")["bodies"]
 
 
 async def test_what_there_is_is_found_by_the_official_clients(home: House) -> None:

@@ -15,6 +15,7 @@ from envserver_records.errors import EngineGarbage
 from envserver_records.sampling import LOGPROB_ROUNDING
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import cases_of
 from support.engine_stand_in import FakeVllm, ScaleOut
 from support.extent import examples
 from support.proxy_house import asgi_answer
@@ -32,19 +33,8 @@ Json = dict[str, Any]
 
 CALLS = [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
 TOOL = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
-REQUESTS: dict[str, Json] = {
-    "v1/chat/completions": {
-        "messages": [{"role": "user", "content": "hi"}],
-        "tools": [{"type": "function", "function": TOOL}],
-    },
-    "v1/responses": {"input": "hi", "tools": [{"type": "function", **TOOL}]},
-    "v1/messages": {
-        "messages": [{"role": "user", "content": "hi"}],
-        "max_tokens": 100,
-        "tools": [{"name": "add", "input_schema": {"type": "object"}}],
-    },
-    "v1/completions": {"prompt": "hi"},
-}
+CASES = cases_of(__file__, "requests.toml")
+REQUESTS: dict[str, Json] = CASES["with_tools"]
 
 
 @dataclass
@@ -140,13 +130,7 @@ def chunks(body: Json) -> list[Json]:
     return list(fake.chunks(body))
 
 
-ASKED: Json = {
-    "model": "tiny",
-    "messages": [{"role": "user", "content": "hi"}],
-    "logprobs": True,
-    "return_token_ids": True,
-    "stream_options": {"include_usage": True},
-}
+ASKED: Json = CASES["asked"]
 
 
 Given = dict[int, Json]

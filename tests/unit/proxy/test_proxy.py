@@ -14,6 +14,7 @@ import openai
 import pytest
 from envserver_records.errors import ConfigError, EngineUnavailable, Outcome
 from envserver_records.records import Message
+from support.cases import cases_of
 from support.engine_stand_in import EOS, ScaleOut, ids_of, logprob
 from support.proxy_house import (
     ASK,
@@ -503,17 +504,7 @@ async def test_an_engine_that_comes_late_and_cannot_be_asked_is_no_doing_of_the_
 
 
 @STREAMED
-@pytest.mark.parametrize(
-    ("fault", "status", "code"),
-    [
-        (400, 400, "engine_refused"),
-        (500, 502, "engine_error"),
-        (503, 503, "engine_unavailable"),
-        ("garbage", 502, "engine_garbage"),
-        ("error_body", 502, "engine_error"),
-        ("close", 502, "engine_garbage"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "status", "code"), cases_of(__file__, "requests.toml")["faults"])
 async def test_failures_of_the_engine_keep_their_status_and_are_not_retried_by_the_client(
     home: House, fault: int | str, status: int, code: str, streamed: bool
 ) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import openai
 import pytest
 from envserver_records.records import VersionSpan
+from support.cases import cases_of
 from support.engine_stand_in import ids_of
 from support.proxy_house import ASK, TOOL_CALLS, TOOLS, House, chat, house
 from support.serving import attempt_spec
@@ -374,13 +375,7 @@ async def test_what_a_coding_program_asks_again_after_its_answer_is_one_sample(
 
 
 CHAT, RESPONSES, MESSAGES = "v1/chat/completions", "v1/responses", "v1/messages"
-ADD = {"name": "add", "description": "adds"}
-OBJECT = {"type": "object"}
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": ASK, "tools": [{"type": "function", "function": ADD}]},
-    RESPONSES: {"input": ASK, "tools": [{"type": "function", **ADD, "parameters": OBJECT}]},
-    MESSAGES: {"messages": ASK, "tools": [ADD | {"input_schema": OBJECT}], "max_tokens": 99},
-}
+BODIES = cases_of(__file__, "requests.toml")["with_tools"]
 PROGRAMS = {
     "claude-cli/2.1.197 (external, sdk-cli)": MESSAGES,
     CODEX["user-agent"]: RESPONSES,

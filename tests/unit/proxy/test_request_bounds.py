@@ -18,7 +18,7 @@ import numpy as np
 import openai
 import orjson
 import pytest
-from envserver_records.errors import AgentError, EngineGarbage, LimitReached, Outcome, WorkerGarbage
+from envserver_records.errors import EngineGarbage, LimitReached, Outcome, WorkerGarbage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -36,7 +36,6 @@ from envserver.proxy.dialects.base import ModelRequest
 from envserver.proxy.recorded import RecordedPrompts, RecordedRequests, size_of
 from envserver.proxy.server import Proxy
 from envserver.proxy.unrecorded import generate_answer
-from envserver.proxy.worker import job_of
 from envserver.rollouts.attempt import ending_limit
 from envserver.tokens import images
 from envserver.tokens.images import image_size
@@ -353,15 +352,6 @@ async def test_after_a_seal_nothing_is_answered_or_recorded(home: House) -> None
 
 
 # The worker's routes
-
-
-async def test_a_task_that_is_not_json_is_a_bug_of_the_environment(home: House) -> None:
-    attempt, _ = home.open()
-    task = msgspec.structs.replace(attempt.spec.task, public={"seen": {1, 2}})
-    attempt.spec = msgspec.structs.replace(attempt.spec, task=task)
-    with pytest.raises(AgentError, match="'add-1' is not JSON") as caught:
-        job_of(attempt)
-    assert caught.value.detail["bug"].startswith("A bug in the environment")
 
 
 async def test_a_posted_failure_means_what_its_kind_means_and_holds_no_key(home: House) -> None:

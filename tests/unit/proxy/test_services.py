@@ -466,14 +466,3 @@ def test_records_say_what_hooks_did(tmp_path: Path) -> None:
         ]
         assert {"answer_changed", "request_refused"} <= set(rollout["flags"])
         assert group["masks"] == [[-100] * len(tokens) for tokens in group["tokens"]]
-
-
-@pytest.mark.thorough
-def test_a_hook_that_raises_is_told_once(tmp_path: Path) -> None:
-    (tmp_path / "hooked.py").write_text(ENVIRONMENT.replace("FAIL", "call.missing"))
-    words = ("--env", "hooked.py", "--model", "sim", "--env.group_size", 2)
-    ran = envserver("process", *words, "--out", "hooked.jsonl", folder=tmp_path)
-    assert ran.returncode == 1
-    last = ran.stderr.strip().splitlines()
-    told = [line for line in last if "A bug in the environment: its on_request raised" in line]
-    assert len(told) == 1 and "hooked.py:" in told[0]

@@ -370,12 +370,7 @@ async def test_services_answer_from_the_record() -> None:
 
 
 def test_calls_are_read_off_a_conversation_that_only_grew() -> None:
-    talk = [
-        {"role": "user", "content": "an example?"},
-        {"role": "assistant", "content": "an example"},
-        {"role": "user", "content": "and now?"},
-        {"role": "assistant", "content": "now"},
-    ]
+    talk = CASES["talk"]
     (only,) = calls_from(talk, 1, "r")
     assert only.messages == talk[:3]
     assert only.answers[0].message == talk[3]

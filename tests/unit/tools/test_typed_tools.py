@@ -284,14 +284,6 @@ async def test_parallel_calls_meet_and_their_results_are_in_order() -> None:
 
 
 PLAYED = CASES["played"]
-BUG = '''
-
-class Broken(Played):
-    @tool
-    def price(self, item: str, count: int = 1) -> int:
-        """Returns a price."""
-        return PRICES[item] * count
-'''
 
 
 def _example() -> str:
@@ -306,13 +298,6 @@ def test_the_example_of_the_readme_is_short_and_works(tmp_path: Path) -> None:
     told = [one["content"] for one in trajectory.messages if one["role"] == "tool"]
     assert told == ["3", "8", "Error: there is no fig; there are: apple, pear."]
     assert (trajectory.score.reward, trajectory.metrics["tool_errors"]) == (1.0, 1.0)
-
-
-@pytest.mark.thorough
-def test_a_bug_in_a_tool_is_told_once_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "shop.py").write_text(_example() + PLAYED + BUG)
-    with pytest.raises(envserver.EnvserverError, match=r"raised KeyError: 'fig'.*shop.py:\d+"):
-        envserver.process(f"{tmp_path}/shop.py:Broken", model="sim", env=ONE)
 
 
 # In the server ------------------------------------------------------------------------------------

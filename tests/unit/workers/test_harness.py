@@ -5,15 +5,14 @@ import base64
 import json
 import secrets
 import socket
-import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.http_stand_in import standing_in
 from support.process_tree import alive_with
 
 import envserver
@@ -31,23 +30,11 @@ TINY = {"command": "python3 {folder}/agent.py {instruction_file}", "folder": SUP
 def posted_to(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[str]:
     """Serves POSTs of JSON; yields the address."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            content = json.dumps(answer(body)).encode()
-            self.send_response(200)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+    def reply(path: str, headers: object, body: bytes) -> tuple[int, bytes]:
+        return 200, json.dumps(answer(json.loads(body))).encode()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}/play"
-        finally:
-            server.shutdown()
-            thread.join()
+    with standing_in(reply) as url:
+        yield f"{url}/play"
 
 
 def played(*ways: str, seconds: float = 60.0, agent: dict[str, Any] | None = None) -> ProcessResult:

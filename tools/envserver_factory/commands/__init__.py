@@ -32,44 +32,27 @@ _SFT = {
 }
 
 COMMANDS = {
-    "init": _command(
-        "environments", "init", "make the package of a new environment", before="sample"
-    ),
-    "lm-eval": _command(
-        "environments", "lm_eval", "run tasks of lm-evaluation-harness on a model", before="serve"
-    ),
+    "init": _command("environments", "init", "make the package of a new environment"),
+    "lm-eval": _command("environments", "lm_eval", "run tasks of lm-evaluation-harness on a model"),
     "sft-gen": _command(
         "environments",
         "sft_gen",
         "write the best rollouts as rows for supervised training",
         has_environment=True,
-        before="top",
     ),
     "export": _command(
-        "export",
-        "export",
-        "filter stored rollouts and write them in another format",
-        before="verify",
+        "export", "export", "filter stored rollouts and write them in another format"
     ),
-    "scenarios": _command(
-        "environments", "scenarios", "run models in a scenario, keep traces", before="check"
-    ),
-    "convert": _command(
-        "export", "convert", "make unified trajectories from other formats", before="check"
-    ),
-    "validate": _command(
-        "export", "validate", "check files of unified trajectories", before="check"
-    ),
-    "sft": Command("", "build data for supervised fine-tuning", words=_SFT, before="check"),
-    "merge": _command("merge", "merge", "merge models: base + alpha * (rl - sft)", before="check"),
+    "scenarios": _command("environments", "scenarios", "run models in a scenario, keep traces"),
+    "convert": _command("export", "convert", "make unified trajectories from other formats"),
+    "validate": _command("export", "validate", "check files of unified trajectories"),
+    "sft": Command("", "build data for supervised fine-tuning", words=_SFT),
+    "merge": _command("merge", "merge", "merge models: base + alpha * (rl - sft)"),
     "sweep": _command(
         "merge",
         "sweep",
         "merge with several alphas, evaluate each, draw the reward",
         has_environment=True,
-        before="check",
     ),
-    "publish": _command(
-        "merge", "publish", "publish a model or an adapter on the hub", before="check"
-    ),
+    "publish": _command("merge", "publish", "publish a model or an adapter on the hub"),
 }
