@@ -41,7 +41,7 @@ def report(zoo: Path, name: str, plays: int = 0) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.thorough
+@THOROUGH
 def test_a_sound_environment_passes(zoo: Path) -> None:
     """With several agents, which play its demonstrations."""
     found = report(zoo, "Pair", plays=2)
