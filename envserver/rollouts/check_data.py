@@ -181,7 +181,7 @@ def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[Known
         ("blank text", " \n\t"),
         ("question echoed", echo),
         ("huge text", "x" * HUGE_CHARACTERS),
-        ("orders to the judge", ORDERS),
+        ("instructions to the judge", ORDERS),
         *(("every choice", ", ".join(choices)) for choices in _choices(public)),
     ):
         yield KnownResult(name, Result(output=text))

@@ -143,8 +143,8 @@ def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"Environment {environment.name!r} cannot give its tasks: "
-            f"{type(error).__name__}: {error} {place_of(error, environment.tasks)}"
+            f"Environment {environment.name!r} cannot list its tasks: {type(error).__name__}: "
+            f"{error} {place_of(error, environment.tasks)}"
         ) from error
 
 

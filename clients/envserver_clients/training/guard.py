@@ -83,9 +83,9 @@ _REASONS: Final = {
         "Rows lack the routed experts that --replay-experts needs.",
         "Let the server record them: --tokens.experts true.",
     ),
-    "images": ("Rows have images, and this model sees none.", "Train a model with vision."),
+    "images": ("Rows have images; this model accepts none.", "Train a vision-language model."),
     "bad_images": (
-        "The model's processor makes other tokens of the images than the engine did.",
+        "The model's processor makes other tokens of the images than the engine's.",
         "Use the same model and revision on both sides.",
     ),
     "equal": (
@@ -176,7 +176,7 @@ class Guard:
             kind = MismatchError if reason == "mismatch" else NothingLearned
             setting = "--waste-patience" if is_waste else "--patience"
             raise kind(
-                f"{message} So it was in {self._in_a_row} batches in a row ({setting}).",
+                f"{message} This happened in {self._in_a_row} batches in a row ({setting}).",
                 hint=hint,
                 reason=reason,
             )

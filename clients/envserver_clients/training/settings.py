@@ -90,8 +90,8 @@ class TrainerSettings(BaseModel):
     groups: int = Field(default=8, ge=1)
     """Groups per batch, which is one optimizer step."""
     dynamic_sampling: bool = False
-    """Learn from batches that are full of groups that teach: those whose rewards are all equal are
-    set aside, and others take their places (DAPO). The server does the same for all its trainers by
+    """Learn from batches that are full of groups that teach: groups whose rewards are all equal are
+    set aside and replaced by others (DAPO). The server does the same for all its trainers by
     --env.ensure_scores_are_not_same."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per group; only used by the Atropos wire."""
@@ -120,8 +120,8 @@ class TrainerSettings(BaseModel):
     """Weights of named rewards, such as correct=1,format=0.5: each is compared in the group by
     itself (GDPO). Default: the reward as it is."""
     overlong_tokens: int | None = Field(default=None, ge=1)
-    """Longest wanted answer, in trained tokens: the last `overlong_buffer` of them lower the reward
-    by up to `overlong_penalty` (DAPO). Default: no such penalty."""
+    """Longest desired answer, in trained tokens: the last `overlong_buffer` of them lower the
+    reward by up to `overlong_penalty` (DAPO). Default: no such penalty."""
     overlong_buffer: int = Field(default=4096, ge=1)
     """Number of tokens over which that penalty rises."""
     overlong_penalty: float = Field(default=1.0, ge=0)

@@ -337,7 +337,7 @@ class VertexSettings(BaseModel):
     dry_run: bool = False
     """Prepare the data and print the requests; sends nothing and needs no credentials."""
     poll_seconds: float = Field(default=30.0, gt=0)
-    """Seconds between two looks at the job."""
+    """Seconds between checks of the job."""
     patience_minutes: float = Field(default=60.0, gt=0)
     """Stop watching after this time without an answer; the job continues."""
     endpoint: str = ""

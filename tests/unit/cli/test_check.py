@@ -74,7 +74,7 @@ def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
     problems = "\n".join(found["problems"])
     assert "The prompt of task 't0' shows hidden text: 'the answer that nobody may see" in problems
     assert "A cheat solves 3 of 3 tasks: the prompt again." in problems
-    assert "Spoiled demonstrations are rewarded like right ones" in problems
+    assert "Spoiled demonstrations are rewarded like correct ones" in problems
     plays = found["plays"]
     assert "I cannot read this answer" in plays["nothing"]["wrong"][0]["error"]
     assert not found["ok"] and plays["demonstration"]["solved"] == 4
@@ -86,7 +86,7 @@ def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
         ("Raises", ("no output", "empty text"), ()),
         ("Strict", ("gold", "no output", "huge text"), ()),
         ("Shows", (), ("shows hidden text: 'the answer that nobody may see: 0'",)),
-        ("Random", (), ("tasks differ: 'the same'", "have the same id: 'the same'")),
+        ("Random", (), ("differ when listed twice: 'the same'", "have the same id: 'the same'")),
         ("Broken", (), ("cannot be made: KeyError",)),
         pytest.param("Moody", (), ("Scored twice, gold of task 't0' gets 0.9",), marks=THOROUGH),
         pytest.param("Unordered", (), ("In another process the tasks differ",), marks=THOROUGH),
