@@ -116,7 +116,7 @@ class Environment(abc.ABC, Generic[TaskT]):
     sandbox as the agent; see `take_companion`. Its module should import little."""
     reward_range: ClassVar[tuple[float, float]] = (0.0, 1.0)
     """The lowest and highest reward of an agent, turn rewards included; ends may be infinite. A
-    score outside of it is a bug of the environment: its rollout is dropped at once."""
+    score outside of it is a bug in the environment: the rollout is dropped at once."""
     solved_at: ClassVar[float | None] = None
     """The least reward of a solved task; None: the highest reward."""
     tools: Sequence[ToolSource] | None = None
@@ -126,8 +126,8 @@ class Environment(abc.ABC, Generic[TaskT]):
     """Whether the simulated engine repeats demonstrations word for word, with no sentence before
     them. Set it where `rollout` reads an answer as a whole, such as a move of a game."""
     demonstrations_solve: ClassVar[bool] = True
-    """Whether demonstrations solve their tasks. False where they are only fair play, as in a game
-    between agents; `envserver check` then expects no reward of them."""
+    """Whether demonstrations solve their tasks. False if they only play well, as in a game between
+    agents; `envserver check` then expects no reward of them."""
     component_weights: ClassVar[Mapping[str, float]] = {}
     """A rubric such as `{"correct": 1.0, "format": 0.1}`: the reward of a `Score(components=...)`
     without a reward is the sum of its components by these weights."""

@@ -221,8 +221,8 @@ class _Finder(MetaPathFinder):
         if spec is None and not folder.path.is_dir():
             raise ModuleNotFoundError(
                 f"The module {fullname.partition('.')[2]!r} is in {folder.path}, which this "
-                "process does not see. Import it at the top of the environment's file, or name "
-                "it in the environment's `preload`.",
+                "process cannot see. Import it at the top of the environment's file, or name it "
+                "in the environment's `preload`.",
                 name=fullname,
             )
         return spec

@@ -69,7 +69,7 @@ class EnvClient:
             Default: leases are not extended.
         compress: accept groups compressed as the server stores them (zstd), which saves the server
             work and transfer; without effect where zstd is not installed.
-        timeout_seconds: time limit of a request, in addition to the waiting it asks for.
+        timeout_seconds: time limit of a request, in addition to the wait that it requests.
         retries: see `Retries`. Default: `retries_for(url)`.
         transport: for tests.
     """

@@ -150,12 +150,12 @@ def _learner(settings: TrainerSettings, ranks: Ranks) -> Learner:
     )
     if settings.packed and policy.vision is not None:
         raise ConfigError(
-            "--packed is for models of text: images have positions of two dimensions.",
+            "--packed is for text models: images have two-dimensional positions.",
             hint="Leave it out.",
         )
     if settings.packed and policy.is_recurrent:
         raise ConfigError(
-            "--packed is for models whose layers are attention: others remember earlier rows.",
+            "--packed is for models with only attention layers: others remember earlier rows.",
             hint="Leave it out.",
         )
     given = settings.of(StepSettings) | {"schedule_steps": settings.last_update}

@@ -6,7 +6,7 @@ A whole trainer, which may be killed at any moment and started again:
     with SyncEnvClient(url, run="my-run", batch_size=16, keep_leases_seconds=600) as client:
         if saved is not None:
             client.ack(saved.lease_id, checkpoint=saved.name)   # the ack may have been lost
-        client.resume(None if saved is None else saved.name)    # redelivers what it had not learned
+        client.resume(None if saved is None else saved.name)    # redelivers what was not learned
         step = 0 if saved is None else saved.step
         for batch in client.stream():            # the next batch is fetched while this one trains
             train(batch.rows)                    # numpy: tokens, mask, logprobs, reward
@@ -22,7 +22,7 @@ Groups that are not acknowledged in time are delivered again, so a trainer that 
 Acknowledged groups never come again, unless the trainer goes back to an older checkpoint. A request
 that fails on its way, or that the server cannot answer now, is repeated with growing pauses; the
 server counts repetitions once. Where several servers share a store, `url` is a list of their URLs,
-or a text with commas: what one of them cannot answer goes to the next at once.
+or a text with commas: a request that one of them cannot answer goes to the next at once.
 
     EnvserverError
     ├── ServerUnreachable    the server did not answer after all tries

@@ -319,7 +319,7 @@ def rollouts_in(
             f"The server's answer does not hold groups: {error}.", place="body"
         ) from error
     if [group.task_id for group in groups] != list(task_ids):
-        raise InputError("The server answered with other tasks than the order named.", place="body")
+        raise InputError("The server answered with other tasks than ordered.", place="body")
     return [_by_number(group, group_size) for group in groups]
 
 

@@ -232,7 +232,7 @@ class ScorerError(RolloutError):
 
 
 class RewardError(ScorerError):
-    """The environment gave a reward that it may not give; `detail["bug"]` says which."""
+    """The environment gave a reward that is not allowed; `detail["bug"]` says which."""
 
     kind, outcome = "reward_error", Outcome.DROP
 

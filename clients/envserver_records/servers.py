@@ -260,7 +260,7 @@ class AsyncServersClient(httpx.AsyncClient):
         try:
             while not (await asyncio.wait({task}, timeout=self.quiet_seconds))[0]:
                 if not await self._is_alive(server) and not task.done():
-                    raise httpx.ReadTimeout("It is silent, and does not answer /healthz.")
+                    raise httpx.ReadTimeout("It is silent and does not answer /healthz.")
             return task.result()
         finally:
             if not task.done():
@@ -347,7 +347,7 @@ class _Round:
     def failed(self, server: httpx.URL, problem: Exception | httpx.Response) -> None:
         self._servers.leave(server)
         self._why.append(f"{_shown(server)}: {_reason(problem)}")
-        log.info("another server is asked, because of %s", self._why[-1])
+        log.info("trying another server, because of %s", self._why[-1])
 
     def error(self) -> NoServerAnswered:
         return NoServerAnswered("; ".join(self._why))

@@ -195,8 +195,8 @@ class RowsConfig(Environment.Config):
     """Rows: a file (.jsonl, .json, .csv, .tsv, .parquet, .arrow, also .gz or .zst), a folder
     with splits, a glob, or hub:owner/name."""
     columns: dict[str, str] = {}
-    """Fields of rows by what they are, where their names are unknown: '{"question": "input",
-    "answer": "target"}'. A row that lacks something says what."""
+    """Names of the rows' fields by their role, if they are not recognised: '{"question": "input",
+    "answer": "target"}'. The error of a row names what is missing."""
 
 
 class OptionRowsConfig(RowsConfig):

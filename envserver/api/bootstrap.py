@@ -188,7 +188,7 @@ class FromFollowers:
 
 async def _refuse_passed_on(scope: Scope, receive: Receive, send: Send) -> None:
     error = NoLeader(
-        "This server does not lead those that passed this request on.",
+        "This server is not the leader, but another server passed this request on to it.",
         hint="Send it again; the header x-envserver-passed-on is for servers that share a store.",
         retry_after_seconds=1,
     )

@@ -60,8 +60,8 @@ class LeaderGone(EnvserverError):
 def no_leader() -> NoLeader:
     """Returns the answer while no server leads, or the leader cannot be reached."""
     return NoLeader(
-        "No server leads at this moment.",
-        hint="Another one takes over within seconds: send the request again.",
+        "No server is the leader at the moment.",
+        hint="Another server takes over within seconds: send the request again.",
         retry_after_seconds=1,
     )
 
@@ -164,8 +164,8 @@ def end(limit: asyncio.Timeout, seconds: float = 0.0) -> None:
 def gone(error: Exception) -> LeaderGone:
     """Returns the error for a connection that broke after the request was sent."""
     return LeaderGone(
-        f"The leading server broke off ({type(error).__name__}); the request may have been done.",
-        hint="Send it again: what was done counts once.",
+        f"The leader disconnected ({type(error).__name__}); the request may have been done.",
+        hint="Send it again: a request that arrives twice counts once.",
     )
 
 
@@ -378,7 +378,7 @@ class _Exchange:
             message = await self._receive()
             if is_disconnect(message):
                 self._client_left = True
-                raise ConnectionError("The client left while it sent its request.")
+                raise ConnectionError("The client disconnected while sending its request.")
             if message.get("body"):
                 yield message["body"]
             more = message.get("more_body", False)

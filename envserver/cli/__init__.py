@@ -70,11 +70,11 @@ _EVALUATE = _words(
     ".evaluate_command",
     compare="compare two evaluations",
     merge="combine the shards of an evaluation",
-    report="write the report of an evaluation again",
+    report="write an evaluation's report again",
 )
 _MODELS = _words(
     ".models_command",
-    list="list the models that have names",
+    list="list the named models",
     start="start an engine for a model and keep it running",
     tiny="train a tiny language model on a laptop",
     probe="show what an engine supports and what it lacks",
@@ -83,7 +83,7 @@ _MODELS = _words(
 _ENV = _words(
     ".env_command",
     install="install a package of environments",
-    list="list what is installed",
+    list="list installed packages",
     remove="remove an installed package",
     push="share a project on the hub",
 )
@@ -91,7 +91,7 @@ _AGENTS = _words(
     ".env_command",
     "agents_",
     install="install a coding agent for --agent",
-    list="list the agents that are known",
+    list="list the known agents",
 )
 _SANDBOXES = _words(
     ".serve", "sandboxes_", serve="make sandboxes on this machine for remote servers"
@@ -106,7 +106,7 @@ _TOKEN = _words(
 COMMANDS = {
     **_words(".env_command", sample="write sample files of an environment's inputs"),
     "process": Command(
-        ".process", "make scored rollouts and write them to a JSONL file", has_environment=True
+        ".process", "run and score rollouts, write them to a JSONL file", has_environment=True
     ),
     "evaluate": Command(
         ".evaluate_command",
@@ -119,7 +119,7 @@ COMMANDS = {
         "run an environment and serve its groups to trainers over HTTP",
         has_environment=True,
     ),
-    **_words(".view_command", top="show what a running server does"),
+    **_words(".view_command", top="show what a running server is doing"),
     "view": Command(
         ".view_command", "show groups and rollouts in the browser: files, stores, servers"
     ),

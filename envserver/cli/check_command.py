@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 SUMMARY = """Checks an environment without a model: the simulated engine answers its rollouts with
 demonstrations, correct and spoiled; correct results get the expected score; empty, absurd and
 cheating results get nothing; tasks are the same each time they are listed and do not show hidden
-fields. All rows of your own data are looked at: the fields that were taken, dropped and doubtful
-rows, the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2:
-the command line is wrong."""
+fields. All rows of your own data are examined: the fields that are used, dropped and doubtful rows,
+the answers, repeated questions, lengths. Exit status 0: all checks pass; 1: a check fails; 2: the
+command line is wrong."""
 
 COMMAND = CommandSpec(
     "check",
@@ -99,8 +99,8 @@ def _show(console: Console, report: EnvironmentReport) -> None:
     console.say("All checks passed." if report.ok else "Checks FAILED: see above.")
 
 
-_RESULTS = ("result", "scored", "least", "most", "expected", "verdict")
-_PLAYS = ("played", "plays", "solved", "least", "mean", "most", "turns", "ended by")
+_RESULTS = ("result", "scored", "lowest", "highest", "expected", "verdict")
+_PLAYS = ("model says", "rollouts", "solved", "lowest", "mean", "highest", "turns", "ended by")
 
 
 def _results(report: EnvironmentReport) -> Iterator[tuple[str, ...]]:
@@ -217,7 +217,7 @@ def _wrong(one: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
     if isinstance(one, Kind):
         name, awaited = one.name, expected(one)
     else:
-        name = f"Played: {one.way}"
+        name = f"Ran: {one.way}"
         awaited = "a solved task" if one.way == DEMONSTRATION else ""
     shown = [
         wrong

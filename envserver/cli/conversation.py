@@ -201,7 +201,7 @@ class Person:
         except ValueError as error:
             return f"The arguments are not JSON: {error}."
         if wrong := _invalid(arguments, schemas[name] or {}):
-            return f"{name} does not take that: {wrong}."
+            return f"{name} rejects these arguments: {wrong}."
         function = {"name": name, "arguments": json.dumps(arguments)}
         calls.append(
             {"id": f"call_{next(self._numbers)}", "type": "function", "function": function}

@@ -88,13 +88,13 @@ def _taken(reports: Sequence[ProbeReport], wanted: str) -> str | None:
 
 def machine_facts() -> list[Fact]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = "few for many rollouts: raise the hard limit" if 0 <= hard < _LEAST_OPEN_FILES else ""
+    few = "too few for many rollouts: raise the hard limit" if 0 <= hard < _LEAST_OPEN_FILES else ""
     git = _git_version()
     return [
         Fact("Python", f"{platform.python_version()} at {sys.executable}"),
         Fact("system", f"{platform.system()} {platform.release()} on {platform.machine()}"),
         Fact("user", "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"),
-        Fact("git", git or "none", "" if git else "needed by agents that work on repositories"),
+        Fact("git", git or "none", "" if git else "needed by agents that edit repositories"),
         Fact("processors", str(len(os.sched_getaffinity(0)))),
         Fact("memory", _memory()),
         Fact("cgroups", _cgroups()),
@@ -234,7 +234,7 @@ def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
             state = "about to stop" if load.draining else "works"
             text = (
                 f"{state} ({load.backend}), {load.open} of {load.sandboxes} sandboxes open, "
-                f"{load.waiting} waited for, {load.running} of {load.room} programs running, "
-                f"{load.queued} queued"
+                f"{load.waiting} requests waiting, {load.running} of {load.room} programs "
+                f"running, {load.queued} queued"
             )
         console.say(f" sandbox machine {one.url}: {text}")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _SAMPLE = """Writes sample files of an environment's inputs (rows, documents, repositories,
-captions) in the form in which it reads yours. Prints the files and the command that reads them."""
+captions) in the format that it reads. Prints the files and the command that reads them."""
 
 
 class SampleSettings(Section):
@@ -51,7 +51,7 @@ def run_sample(argv: list[str]) -> int:
         reading = environment.write_sample(folder)
     if not reading:
         folder.rmdir()
-        raise ConfigError(f"The tasks of {environment.name!r} come from no file: it makes them.")
+        raise ConfigError(f"The tasks of {environment.name!r} are generated: it reads no files.")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     command = f"{program()} process --env {settings.environment} {_flags(reading)} --model sim"
     sys.stdout.write("\n".join([*map(str, files), "Read by:", f"  {command}"]) + "\n")
@@ -157,8 +157,8 @@ class PushSettings(Section):
 
 INSTALL = CommandSpec(
     "env install",
-    "Installs a package of environments, in its own virtual environment if its dependencies ask "
-    "for one.",
+    "Installs a package of environments, in its own virtual environment if its dependencies "
+    "need one.",
     InstallSettings,
     usage="SOURCE",
     arguments=("source",),
@@ -240,7 +240,7 @@ def run_push(argv: list[str]) -> int:
             upload(folder, target, on_progress=print)
     names = ", ".join(f"{one.name} {one.version}" for one in manifests)
     if why:
-        say(f"Dry run ({why}): nothing was uploaded of {names}.")
+        say(f"Dry run ({why}): {names} was not uploaded.")
     else:
         say(f"Uploaded {names}. To install: envserver env install hub:{settings.to}")
     return 0

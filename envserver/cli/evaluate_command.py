@@ -140,10 +140,10 @@ def _write(folder: Path, found: Comparison) -> None:
     write_text(folder / "comparison.html", comparison_page(found))
 
 
-_MERGE = """Makes one evaluation of several shards, which `evaluate --shard 1/4` and so on made at
-the same time or on several machines. The report is that of one run over all tasks. Shards with
-other settings or another model, a task that is in two of them, and missing or unfinished shards
-are refused."""
+_MERGE = """Merges the shards of an evaluation, which `evaluate --shard 1/4` and so on made, perhaps
+on several machines. The report equals that of a single run over all tasks. Shards with other
+settings or another model, a task that is in two of them, and missing or unfinished shards are
+refused."""
 
 
 class MergeSettings(Section):
@@ -155,7 +155,7 @@ class MergeSettings(Section):
     """Environment settings in which shards may differ, such as data_path where each evaluated a
     file of its own."""
     partial: bool = False
-    """Accept that shards are missing or unfinished; the report says that it is not complete."""
+    """Accept that shards are missing or unfinished; the report says that it is incomplete."""
     overwrite: bool = False
     """Replace an evaluation in the output folder."""
 

@@ -133,11 +133,14 @@ class SignalStop(Stop):
         if self.cancelled:
             self._kill()
         elif self.requested:
-            self.say("Stopping at once; again kills what does not end.")
+            self.say("Stopping at once; a third signal kills what does not end.")
             self.at_once()
             self._kill_after(CLOSING_SECONDS)
         else:
-            self.say(f"Finishing {counted(self.open_groups, 'open group')}; again stops at once.")
+            self.say(
+                f"Finishing {counted(self.open_groups, 'open group')}; a second signal "
+                "stops at once."
+            )
             self.finish()
             if self._drain_seconds is not None:
                 self._kill_after(self._drain_seconds + CLOSING_SECONDS)
@@ -150,7 +153,7 @@ class SignalStop(Stop):
     def _kill(self) -> None:
         from ..workers.linux import descendants, kill  # `run-api` has no programs to kill
 
-        self.say("Killed what had not ended.")
+        self.say("Killed the processes that had not ended.")
         for pid in descendants():
             kill(pid)
         os._exit(1)

@@ -127,9 +127,9 @@ async def _start(settings: StartSettings) -> None:
         await engine.until_lost()
 
 
-_TINY = """Trains a language model of a million parameters that answers sums and differences up
-to 9 and is sometimes right, with or without tools: a starting point from which reinforcement
-learning visibly works on a laptop. The same settings give the same weights on one machine."""
+_TINY = """Trains a language model of a million parameters that adds and subtracts numbers up to 9
+and is sometimes right, with or without tools: a starting point from which reinforcement learning
+shows an effect on a laptop. The same settings give the same weights on one machine."""
 
 
 class TinySettings(Section):
@@ -151,7 +151,7 @@ class TinySettings(Section):
     """Fraction of rollouts that the expert solves, and about what the trained model solves.
     Default: 0.25 (sums), 0.35 (many), 1 (half_sort, half_tool)."""
     threads: Count = 1
-    """Torch threads; another number gives other weights, and more help only on an idle machine."""
+    """Torch threads; another number gives other weights. More help only on an idle machine."""
     overwrite: bool = False
     """Replace an existing tiny model."""
 
@@ -368,7 +368,7 @@ async def _probe(url: str, settings: ProbeSettings) -> ProbedEngine:
 _MODES = {
     "tokens": "token ids in, token ids out",
     "completions": "token ids in and out by /v1/completions, messages by chat",
-    "chat": "messages in, token ids out: each call has a separate prompt",
+    "chat": "messages in, token ids out: each call is a separate prompt",
     "opaque": "messages in and out, no token ids: text only, cannot be used for RL",
 }
 _LOGPROBS = {

@@ -20,9 +20,8 @@ from . import lean_imports
 from .command_line import FREQUENT, CommandSpec, program
 
 SUMMARY = """Runs rollouts of one or more environments and writes each finished group as a line
-of JSON. Ctrl-C once finishes the open groups and stops; twice stops at once,
-a third time kills. Written groups are
-never lost."""
+of JSON. The first Ctrl-C finishes the open groups and stops; the second stops at once; the third
+kills. Written groups are never lost."""
 
 COMMAND = CommandSpec(
     "process",

@@ -45,8 +45,8 @@ def settings_for(environment: type[Environment]) -> type[RunSettings]:
     question = environment.Question
     if taken := set(question.model_fields) & set(RunSettings.model_fields):
         raise ConfigError(
-            f"A question of this environment has a field {min(taken)!r}, which is a setting.",
-            hint="Give it another name.",
+            f"The environment's Question has a field {min(taken)!r}, which is a setting of `run`.",
+            hint="Rename the field.",
         )
     texts = descriptions(question)
     fields = {

@@ -150,8 +150,8 @@ def _show_rescored(console: Console, tally: Tally, bad: list[InputError], out: P
 
 _VERIFY = """Checks that delivered tokens are what the engine sampled: reads a JSONL file of
 `process` or the groups of a running server (without leasing any), has the engine score the rows
-again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: all is correct; 1:
-there are differences, or nothing could be compared; 2: the command line is wrong."""
+again (prompt_logprobs), and compares ids, masks and logprobs. Exit status 0: everything is correct;
+1: there are differences, or nothing could be compared; 2: the command line is wrong."""
 
 VERIFY = CommandSpec(
     "verify",
@@ -220,7 +220,7 @@ def _sums(report: Report) -> Iterator[tuple[str, str, str]]:
     version = "" if report.version < 0 else f"policy version {report.version}"
     yield "groups", f"{report.groups:,}", ""
     if report.unsealed:
-        words = "written by an older version or another program: changes are not found"
+        words = "written by an older version or another program: changes cannot be detected"
         yield "  without digest", f"{report.unsealed:,}", words
     yield "rows", f"{report.rows:,}", "each checked separately"
     for reason, number in report.not_compared.most_common():

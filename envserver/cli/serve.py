@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from .console import Console
 
 
-SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. SIGTERM
-or Ctrl-C once finishes the open groups and stops; twice stops at once, a
-third time kills."""
+SUMMARY = """Runs rollouts of one or more environments and serves the groups to trainers. The
+first SIGTERM or Ctrl-C finishes the open groups and stops; the second stops at once; the third
+kills."""
 
 COMMAND: CommandSpec[MixSettings] = CommandSpec(
     "serve",
@@ -150,8 +150,8 @@ async def _until_signal(serving: AbstractAsyncContextManager[ApiServer]) -> int:
 
 _SANDBOXES = """Makes sandboxes on this machine for remote servers and runners, which name it in
 --sandbox.remote. Clients need a token of the role `environment` (--server.tokens_file); without a
-tokens file only this machine can connect. SIGTERM or Ctrl-C once waits until the open sandboxes are
-closed, at most --server.drain_seconds; twice stops at once."""
+tokens file only this machine can connect. The first SIGTERM or Ctrl-C waits until the open
+sandboxes are closed, at most --server.drain_seconds; the second stops at once."""
 
 SANDBOXES_SERVE = CommandSpec(
     "sandboxes serve",
@@ -199,7 +199,7 @@ async def _serve_sandboxes(
         await stop.wait()
         left = served.machine.load.open
         if left:
-            say(f"Waiting until {left} open sandboxes are closed; again stops at once.")
+            say(f"Waiting for {left} open sandboxes to be closed; a second signal stops at once.")
         draining = asyncio.create_task(served.drain())
         ending = asyncio.create_task(at_once.wait())
         await asyncio.wait(
@@ -214,8 +214,8 @@ async def _serve_sandboxes(
 
 _JOIN = """Runs rollouts of an environment on this machine for the server at URL (`serve` or
 `run-api`). It reconnects automatically and continues with its own groups after a restart.
-SIGTERM or Ctrl-C once finishes and delivers the open groups, then stops; twice stops at once,
-a third time kills."""
+The first SIGTERM or Ctrl-C finishes and delivers the open groups, then stops; the second stops at
+once; the third kills."""
 
 JOIN = CommandSpec(
     "join",

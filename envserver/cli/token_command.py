@@ -59,7 +59,7 @@ class GoneToken(TokenSettings):
 CREATE = CommandSpec(
     "token create", "Makes an access token.", NewToken, usage="--role ROLE --name NAME"
 )
-LIST = CommandSpec("token list", "Shows the access tokens; never their text.", TokenSettings)
+LIST = CommandSpec("token list", "Lists the access tokens, without their secrets.", TokenSettings)
 REVOKE = CommandSpec(
     "token revoke",
     "Revokes the token with this name or id: it is refused from now on.",

@@ -75,16 +75,16 @@ async def _view(viewing: AbstractAsyncContextManager[Viewing], opens_browser: bo
 class TopSettings(Section):
     url: str = "http://127.0.0.1:8000"
     """Address of the server; several equal servers: separate with commas. ENVSERVER_TOKEN holds the
-    token, where it needs one."""
+    access token, if it needs one."""
     seconds: float = Field(5.0, ge=0.5, le=3600)
-    """Seconds between two looks; the server renews its numbers every ten seconds."""
+    """Seconds between updates; the server renews its numbers every ten seconds."""
     once: bool = False
-    """Show it once and end."""
+    """Print it once and exit."""
 
 
 TOP = CommandSpec(
     "top",
-    "Shows what a running server does: rewards, speed, trainers, engines, failures.",
+    "Shows what a running server is doing: rewards, speed, trainers, engines, failures.",
     TopSettings,
     usage="[URL]",
     arguments=("url",),

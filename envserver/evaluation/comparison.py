@@ -321,7 +321,7 @@ def _warnings(name: str, reports: Iterable[Report]) -> Iterator[str]:
     given = list(reports)
     for report in given:
         if not report.complete:
-            yield f"{name}: {report.name or report.env} did not come to its end."
+            yield f"{name}: {report.name or report.env} did not finish."
     if any(report.simulated for report in given):
         yield f"{name}: the model was simulated."
 

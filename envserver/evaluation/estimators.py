@@ -54,7 +54,7 @@ def _check(attempts: int, passed: int, k: int) -> None:
     if k > attempts:
         raise ValueError(f"{attempts} attempts are less than k, which is {k}.")
     if k < 1 or not 0 <= passed <= attempts:
-        raise ValueError(f"{passed} successes of {attempts} attempts at k = {k} cannot be.")
+        raise ValueError(f"{passed} successes of {attempts} attempts at k = {k} are impossible.")
 
 
 def mean(values: Sequence[float]) -> float:
@@ -79,7 +79,7 @@ def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Es
     Raises ValueError: there is no group, or a group has no values.
     """
     if not groups or not all(groups):
-        raise ValueError("There is no mean of nothing.")
+        raise ValueError("The mean of no values is undefined.")
     value = math.fsum(math.fsum(values) / len(values) for values in groups) / len(groups)
     tasks = sum(map(len, groups))
     if all(len(values) == 1 for values in groups):

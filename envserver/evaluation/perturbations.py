@@ -95,8 +95,8 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
         question = task.public.get(name) if name else None
         if name is None or not isinstance(question, str):
             raise ConfigError(
-                f"Task {task.id!r} has no question to be perturbed.",
-                hint=f"Its public part would have it as {', '.join(QUESTIONS)}.",
+                f"Task {task.id!r} has no question to perturb.",
+                hint=f"The question must be in its public part, as {', '.join(QUESTIONS)}.",
             )
         if self.kind in KINDS:
             text: str | None = perturbed(question, self.kind, task.id)

@@ -16,8 +16,8 @@ from .report import CORRECT, Measures, Report, Rules, RunReport, Suite, attempts
 _FAILURES = {"drop": "are left out", "zero": "count as 0"}
 _TRUNCATED = {"score": "count what they scored", "drop": "are left out", "zero": "count as 0"}
 _INTERVALS = (
-    "In brackets: intervals of 95 % (bootstrap over tasks; one without width says nothing of other "
-    "tasks)."
+    "In brackets: 95 % intervals (bootstrap over tasks; one of zero width says nothing about "
+    "other tasks)."
 )
 
 
@@ -49,8 +49,8 @@ def notes_of(report: Report) -> list[str]:
         prices = report.prices
         notes.append(
             f"Prices of a million tokens: {prices.prompt:g} {prices.currency} for prompts, "
-            f"{prices.completion:g} for completions ({prices.source}); what failed attempts took "
-            "is not counted."
+            f"{prices.completion:g} for completions ({prices.source}); tokens of failed attempts "
+            "are not counted."
         )
     return [*notes, *warnings_of(report)]
 
@@ -66,13 +66,13 @@ def warnings_of(report: Report | Suite) -> list[str]:
         return [*sentences, *([_SIMULATED] if report.simulated else [])]
     found = []
     if not report.complete:
-        found.append("Not complete: the evaluation did not come to its end.")
+        found.append("Incomplete: the evaluation did not finish.")
     if report.run.counts.tasks_lost:
         lost, tasks = report.run.counts.tasks_lost, report.run.counts.tasks
         found.append(f"{lost} of {tasks} tasks have no score at all.")
     costs = report.run.costs
     if costs is not None and not costs.total_tokens:
-        found.append("Tokens are not known: the engine did not tell them.")
+        found.append("Token counts are unknown: the engine did not report them.")
     if report.simulated:
         found.append(_SIMULATED)
     return found
@@ -230,12 +230,12 @@ def _robustness(report: Report) -> TextTable:
         if found is None
         else [
             ["both pass or both fail", estimate_text(found.consistency)],
-            ["reward of the worst way to ask", estimate_text(found.worst_reward)],
-            ["passes in the worst way to ask", estimate_text(found.worst_pass)],
+            ["reward with the worst wording", estimate_text(found.worst_reward)],
+            ["passes with the worst wording", estimate_text(found.worst_pass)],
         ]
     )
     ways = 0 if found is None else len(found.variants) + 1
-    return TextTable("Robustness", ["", f"asked in {ways} ways"], rows)
+    return TextTable("Robustness", ["", f"in {ways} wordings"], rows)
 
 
 def _by_attempts(report: Report) -> TextTable:
@@ -432,8 +432,8 @@ def _about_tasks(found: Comparison) -> Iterator[str]:
                 yield f"{part.name}: {_named(ids)} of {side} only: left out."
         if part.other_tasks:
             yield (
-                f"{part.name}: {_named(part.other_tasks)} with the same id that ask something else "
-                "on both sides: left out."
+                f"{part.name}: {_named(part.other_tasks)} with the same id but a different "
+                "question on each side: left out."
             )
 
 

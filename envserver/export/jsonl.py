@@ -82,7 +82,7 @@ def append_durably(file: IO[bytes], data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):  # the original failure is the one to tell
             file.truncate(start)
-        hint = "Nothing of this group was kept. Free space and run again with --resume."
+        hint = "No part of this group was written. Free space and run again with --resume."
         raise write_failure(file.name, error, hint) from error
 
 
@@ -95,7 +95,7 @@ def open_appending(path: Path) -> IO[bytes]:
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ConfigError(
-            f"{path} is a device or a pipe: what was written cannot be read again.",
+            f"{path} is a device or a pipe: what is written to it cannot be read again.",
             hint="Name a file.",
         )
     return file
@@ -310,7 +310,7 @@ async def open_sink(
         lock(file, path)
         if file.seek(0, os.SEEK_END) and not (resume or overwrite):
             raise ConfigError(
-                f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
+                f"{path} exists.", hint="Continue it with --resume, or replace it with --overwrite."
             )
         written = _Written(set(), set())
         if not overwrite:
@@ -373,7 +373,7 @@ def _read(
             if found not in expected:
                 wanted = " and ".join(map(str, expected))
                 raise ConfigError(
-                    f"{path}, line {number} is of another run: {found}; this one is {wanted}.",
+                    f"{path}, line {number} belongs to another run: {found}; this one is {wanted}.",
                     hint="Resume with the settings of that run, or name another file.",
                 )
             written.group_ids.add(facts.group_id)
@@ -407,7 +407,7 @@ def _read_dropped(path: Path, tell: Callable[[Scored], None]) -> None:
 
 def _check_torn(line: bytes, path: Path, number: int) -> None:
     if line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
-        raise _not_ours(path, number, "it has no end and does not begin like a group")
+        raise _not_ours(path, number, "it is incomplete and does not begin like a group")
 
 
 def _not_ours(path: Path, number: int, reason: str) -> InputError:

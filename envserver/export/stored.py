@@ -208,7 +208,7 @@ def group_of(line: Any, place: str) -> StoredGroup:
     except (msgspec.ValidationError, ValueError, OverflowError) as error:
         raise InputError(
             f"{place} is not a group: {error}.",
-            hint="Files of `envserver process` hold groups, one a line; --skip_bad passes it over.",
+            hint="Files of `envserver process` hold one group per line; --skip_bad skips this one.",
             place=place,
         ) from error
 

@@ -483,7 +483,7 @@ def session_key(tokens_file: Path) -> bytes:
     except FileNotFoundError:
         key = secrets.token_bytes(_KEY_BYTES)
     except OSError as error:
-        raise ConfigError(f"The key of logins {path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"The login key {path} cannot be read: {error.strerror}.") from None
     try:
         return _made_key(path, key)
     except OSError as error:
@@ -512,16 +512,14 @@ def _read_key(path: Path) -> bytes:
         mode = os.fstat(file.fileno()).st_mode
         text = file.read(1000)
     if mode & _OTHERS:
-        raise ConfigError(
-            f"The key of logins {path} is open to other users.", hint=f"chmod 600 {path}"
-        )
+        raise ConfigError(f"The login key {path} is open to other users.", hint=f"chmod 600 {path}")
     try:
         key = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:
         raise ConfigError(
-            f"The key of logins {path} is damaged.",
-            hint="Remove it: a new one is made, and everybody logs in again.",
+            f"The login key {path} is damaged.",
+            hint="Delete it: a new key is made, and everyone must log in again.",
         )
     return key

@@ -138,21 +138,21 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
 
 MEANINGS: Final = {
     400: "The request cannot be read.",
-    401: "A token is needed.",
-    403: "This token, or a page of another site, may not do this.",
-    404: "There is no such thing.",
+    401: "An access token is required.",
+    403: "This token may not do this, or a page of another site tried to.",
+    404: "The resource does not exist.",
     408: "The request took too long to arrive.",
     409: "The request conflicts with the current state; the problem says how.",
     413: "The body is too large.",
     414: "The URL is too long.",
-    415: "The body is of another media type.",
-    422: "The request has another form than asked for; `errors` say where.",
-    421: "The request names another host.",
-    429: "Too much at a time; ask again later.",
+    415: "The body has an unsupported media type.",
+    422: "The request is invalid; `errors` says where.",
+    421: "The request is for another host.",
+    429: "Too many requests, or too much data; try again later.",
     431: "The headers are too large.",
-    500: "A fault of the server; its log has it.",
-    503: "The store cannot do it just now; nothing was done.",
-    507: "There is no room left; nothing was done.",
+    500: "An internal error; the server's log has details.",
+    503: "The store is unavailable at the moment; nothing was changed.",
+    507: "No space is left; nothing was changed.",
 }
 _ALWAYS: Final = (401, 403, 429, 503)
 _OF_BODIES: Final = (400, 413, 422, 507)

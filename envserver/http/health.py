@@ -140,7 +140,7 @@ class Health:
         except EnvserverError as error:
             reason = error.message
         except Exception as error:  # noqa: BLE001 (a part that cannot be asked is not well)
-            reason = f"asking it broke: {type(error).__name__}"
+            reason = f"checking it failed: {type(error).__name__}"
             _log.exception("probe_failed", part=part)
         self._set(part, failing if reason else "ready", reason)
 

@@ -55,10 +55,10 @@ class Usage:
     def begin(self, *, is_stream: bool) -> None:
         now = time.monotonic()
         if self._bytes is not None and (wait := self._bytes.wait_seconds(1, now)):
-            raise TooManyRequests("This access token has moved as many bytes as it may.", wait)
+            raise TooManyRequests("This access token has reached its limit of bytes.", wait)
         if self._requests is not None:
             if wait := self._requests.wait_seconds(1, now):
-                raise TooManyRequests("This access token asks too often.", wait)
+                raise TooManyRequests("This access token makes too many requests.", wait)
             self._requests.take(1, now)
         if is_stream:
             most = self._quota.open_streams
@@ -109,7 +109,7 @@ class Strangers:
                 self._failures.popitem(last=False)
         self._failures[place] = bucket
         if wait := bucket.wait_seconds(1, now):
-            raise TooManyRequests("Too many requests from here without a good token.", wait)
+            raise TooManyRequests("Too many requests without a valid token.", wait)
         bucket.take(1, now)
 
 
@@ -301,7 +301,7 @@ class KnownNames:
             if name == b"host"
         ):
             error = Misdirected(
-                "The server does not go by this name.",
+                "The server does not accept this host name.",
                 hint="--server.allowed_hosts NAME allows it, or access tokens do.",
             )
             await _refuse(error, scope, receive, send)

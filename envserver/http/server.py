@@ -162,7 +162,7 @@ class BoundedHttp(JoinedHttp):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         if len(self.connections) > self._bounds.max_connections:
-            self._refuse(TooManyConnections("The server has as many connections as it may."))
+            self._refuse(TooManyConnections("The server has reached its limit of connections."))
         else:
             self._timer = self.loop.call_later(self._bounds.header_seconds, self._head_too_slow)
 
@@ -265,7 +265,7 @@ class BoundedHttp(JoinedHttp):
             self._timer = self.loop.call_later(left, self._watch_body)
         else:
             self._timer = None
-            self._refuse(TooSlow(f"The body took too long; nothing came for {idle:.0f} seconds."))
+            self._refuse(TooSlow(f"The body took too long: no data for {idle:.0f} seconds."))
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -569,7 +569,7 @@ def _websocket(*args: Any, **kwargs: Any) -> asyncio.Protocol:
 def require_loopback(host: str) -> None:
     if not is_loopback(host):
         raise ConfigError(
-            f"Without access tokens the server does not listen at {host or 'every address'}.",
+            f"Without access tokens the server does not listen on {host or 'every address'}.",
             hint="Use 127.0.0.1, and an SSH tunnel to reach it from another machine.",
             host=host,
         )
@@ -587,8 +587,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"Port {port} of {host} cannot be had: {error.strerror}.",
-            hint="Choose another port, or 0 for any.",
+            f"Port {port} of {host} is not available: {error.strerror}.",
+            hint="Choose another port, or 0 for any free one.",
         ) from error
     listener.setblocking(False)
     return listener

@@ -127,7 +127,7 @@ class ScorerJudge:
     ) -> tuple[JudgeAddress, bytes]:
         if self._address is None:
             raise ConfigError(
-                "This score asks a judge, and none is set.",
+                "This score needs a judge, and none is set.",
                 hint="--judge.base_url names its engine (an OpenAI-compatible server).",
             )
         body = msgspec.json.encode(
@@ -137,7 +137,7 @@ class ScorerJudge:
         )
         if len(body) > MOST_BYTES:
             raise self._failed(
-                JudgeError(f"A question to the judge has {len(body)} bytes, over {MOST_BYTES}.")
+                JudgeError(f"A request to the judge has {len(body)} bytes, over {MOST_BYTES}.")
             )
         return self._address, framed(body)
 
@@ -173,6 +173,6 @@ def _gone(error: Exception) -> JudgeError:
 
 def _unreadable(tries: int, reason: str) -> JudgeError:
     return JudgeError(
-        f"The judge gave no answer that could be read, {tries} times. The last: {reason[:300]}",
-        hint="Another model, or more judge.max_tokens, may follow the form.",
+        f"The judge gave no readable answer in {tries} tries. The last problem: {reason[:300]}",
+        hint="Another model, or a higher judge.max_tokens, may follow the format.",
     )

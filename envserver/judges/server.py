@@ -68,7 +68,7 @@ class AnswerCache:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(
                 f"The judge's cache {path} cannot be opened: {error}.",
-                hint="Delete it (its answers are then asked for again), or set --judge.cache.",
+                hint="Delete it (its answers are then requested again), or set --judge.cache.",
             ) from error
 
     def get(self, key: bytes) -> JudgeReply | None:
@@ -236,7 +236,7 @@ class JudgeServer:
 
     async def _body(self, request: JudgeRequest) -> dict[str, Any]:
         if wrong := _NOT_SAMPLING & set(request.sampling):
-            raise ConfigError(f"A judge takes no argument {min(wrong)!r}.")
+            raise ConfigError(f"A judge has no parameter {min(wrong)!r}.")
         with _typed():
             model = await self._engine.model_name()
         return {

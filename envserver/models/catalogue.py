@@ -33,8 +33,8 @@ class ModelEntry(Section):
     path: Path | None = None
     """Folder with its files, in place of `hf_id`."""
     backend: Backend = "auto"
-    """vllm, local, or auto: vLLM if it is installed and starts, else local; transformers, as others
-    say, is local."""
+    """vllm, local, or auto: vLLM if it is installed and starts, else local; "transformers" is
+    another name for local."""
     dtype: Dtype = "auto"
     """Data type of the weights."""
     max_tokens: int | None = Field(default=None, ge=1)
@@ -114,7 +114,7 @@ def find_model(name: str, catalogue: dict[str, ModelEntry], place: Path) -> Mode
         lack = "no config.json" if entry.path.is_dir() else "no such folder"
         raise NotFoundError(
             f"The model {name!r} is not at {entry.path}: {lack}.",
-            hint=f"A tiny one is made by `envserver models tiny {entry.path}`.",
+            hint=f"`envserver models tiny {entry.path}` makes a tiny one.",
         )
     return entry
 
@@ -158,7 +158,7 @@ _FETCHED = [
     "config.json",
     "generation_config.json",
 ]
-_REMEDY = "Name a folder with tokenizer.json and chat template by --tokens.tokenizer DIR."
+_REMEDY = "Set --tokens.tokenizer to a folder with tokenizer.json and chat template."
 _SIMULATED = "envserver-sim"
 _SNAPSHOT = re.compile(r"models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{7,64})/?$")
 _PATH = re.compile(r"(?<![\w:/.-])(?:~|\.{0,2})/(?:[^\s/]+/)+([^\s/]+)")

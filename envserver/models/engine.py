@@ -301,9 +301,9 @@ class PlayedEngine:
         body = request.body
         player = self._players.get(rollout)
         if player is None:
-            raise EngineRefused("No player is set for the model of this rollout.", status=400)
+            raise EngineRefused("No client is set to act as the model of this rollout.", status=400)
         if body.get("n") not in (None, 1):
-            raise EngineRefused("A player gives one answer: n must be 1.", status=400)
+            raise EngineRefused("A client gives one answer as the model: n must be 1.", status=400)
         played = await player(
             Asked(
                 agent=agent or None,

@@ -210,7 +210,7 @@ class Fleet:
     def remove(self, replica: Replica) -> None:
         if replica.origin == "setting":
             raise ConflictError(
-                "openai.base_url names this engine, so it stays.",
+                "openai.base_url names this engine, so it cannot be removed.",
                 hint="Drain it: POST /v1/engines/ID/drain.",
             )
         self._remove(replica, "removed")

@@ -435,7 +435,7 @@ class HttpPool:
                         server_hostname=origin.host.rstrip(".") if origin.is_tls else None,
                     )
         except TimeoutError:
-            raise NoConnection("no connection in time") from None
+            raise NoConnection("connecting took too long") from None
         except ssl.SSLCertVerificationError as error:
             raise NotTrusted(f"its certificate is not trusted ({error.verify_message})") from error
         except (OSError, ValueError) as error:

@@ -100,8 +100,8 @@ def launches(entry: ModelEntry, config: EngineConfig, vllm: Vllm | str, port: in
         if backend == "vllm":
             raise ConfigError(
                 f"The backend vllm was requested, but {vllm}.",
-                hint="Name the Python that has it by --engine.vllm_python, or --engine.backend "
-                "auto to fall back to the local engine.",
+                hint="Name the Python that has it with --engine.vllm_python, or use "
+                "--engine.backend auto to fall back to the local engine.",
             )
         return [local]
     argv = [vllm.python, "-m", "vllm.entrypoints.openai.api_server", *common]
@@ -208,19 +208,17 @@ class RunningEngine:
                 if current is not None:
                     status = await current.process.wait()
                     current.clean_up()
-                    reason = f"{_NAMES[launch.kind]} ended by itself (status {status})"
+                    reason = f"{_NAMES[launch.kind]} exited unexpectedly (status {status})"
                 if time.monotonic() - began > _STEADY_SECONDS:
                     deaths = 0
                 deaths += 1
                 if deaths > most:
-                    reason += f"; it was started again {most} times in a row. See {self._log}."
+                    reason += f"; it was restarted {most} times in a row. See {self._log}."
                     self._tell(reason)
                     self._lost.set_result(EngineUnavailable(reason))
                     return
                 pause = _BACKOFF.seconds(deaths)
-                self._tell(
-                    f"{reason}; it is started again in {pause:g} s, with the weights it began with."
-                )
+                self._tell(f"{reason}; restarting in {pause:g} s, with its initial weights.")
                 await asyncio.sleep(pause)
                 began, current = time.monotonic(), None
                 try:
@@ -265,8 +263,8 @@ class RunningEngine:
                     self._tell(f"{name} is starting, {now - started:.0f} s: {line}")
                 await asyncio.sleep(_LOOK_SECONDS)
         raise EngineUnavailable(
-            f"{name} ended before it answered (status {child.process.returncode}; "
-            f"{self._log}): {_why(self._log, begins)}"
+            f"{name} exited before it answered (status {child.process.returncode}; {self._log}): "
+            f"{_why(self._log, begins)}"
         )
 
 
@@ -320,7 +318,7 @@ def _free_port(host: str, port: int) -> int:
         except OSError as error:
             raise ConfigError(
                 f"Port {port} of {host} is not available: {error.strerror}.",
-                hint="Choose another by --port, or 0 for a free one.",
+                hint="Choose another with --port, or 0 for a free one.",
             ) from error
         return int(probe.getsockname()[1])
 

@@ -307,7 +307,7 @@ class OpenAIEngine:
         try:
             await self.confirm(replica)
         except (ConfigError, EngineRefused) as error:
-            message = f"The engine at {replica.url} is another one than before: {error.message}"
+            message = f"The engine at {replica.url} has changed: {error.message}"
             changed = EngineUnavailable(message, hint=error.hint, base_url=replica.url)
             raise RetryableError(changed, "busy") from None
         except EngineError as error:
@@ -430,7 +430,7 @@ class OpenAIEngine:
         except EngineError as error:
             return error.message, True
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            return f"its health check says HTTP {status}", True
+            return f"its health check returned HTTP {status}", True
         return "", False
 
     async def _pause(self, replica: Replica, misses: int) -> None:
@@ -487,7 +487,7 @@ def root_of(address: str) -> str:
     try:
         url = URL(address)
     except ValueError as error:
-        raise ConfigError(f"{address[:100]!r} is no address of an engine: {error}") from None
+        raise ConfigError(f"{address[:100]!r} is not the address of an engine: {error}") from None
     if url.user or url.password:
         # They would appear in every message that names the address.
         raise ConfigError(

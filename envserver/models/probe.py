@@ -217,7 +217,7 @@ def read(answer: dict[str, Any], path: str) -> ProbeAnswer:
     """Raises NotSupported unless the parts that the probe needs have vLLM's form."""
     found = convert(answer, ProbeAnswer, path)
     if not found.choices:
-        raise NotSupported(f"{path} answers without a choice.")
+        raise NotSupported(f"{path} returns no choice.")
     return found
 
 
@@ -225,7 +225,7 @@ def convert(value: Any, kind: type[T], path: str) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise NotSupported(f"{path} answers in a form that is not vLLM's ({error}).") from None
+        raise NotSupported(f"{path} does not answer in vLLM's format ({error}).") from None
 
 
 def same_tokens(ours: ProbeChoice, theirs: ProbeChoice) -> bool:
@@ -316,7 +316,7 @@ class TokensMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask_chat(ask: ProbeClient, *, exact: bool) -> ChatProbe:
-    inexact = "" if exact else "Token ids were not asked for."
+    inexact = "" if exact else "Token ids were not requested."
     forms = [_EXACT_WITH_TOP, _EXACT] if exact else []
     for body in (*forms, _PLAIN, _BARE):
         try:
@@ -347,7 +347,7 @@ async def try_tokens(ask: ProbeClient, chat: ChatProbe) -> TokensMode:
     prompt_ids = chat.prompt_ids()
     rendered = await _scale_out(ask, RENDER, chat.body)
     if rendered.get("token_ids") != prompt_ids:
-        raise NotSupported(f"{RENDER} gives other ids than a chat call has in its prompt.")
+        raise NotSupported(f"{RENDER} renders other ids than the prompt of a chat call has.")
     # As vLLM's own clients do: the answer of /render is the request for /generate.
     answered = await _scale_out(ask, GENERATE, {**rendered, "return_token_ids": True})
     answer = read(answered, GENERATE)
@@ -374,9 +374,9 @@ async def try_completions(ask: ProbeClient, chat: ChatProbe) -> None:
 
 def _check(chat: ChatProbe, choice: ProbeChoice, prompt_ids: list[int] | None, path: str) -> None:
     if lacks := choice.lacks():
-        raise NotSupported(f"{path} answers without {' and '.join(lacks)}.")
+        raise NotSupported(f"{path} returns no {' or '.join(lacks)}.")
     if prompt_ids != chat.prompt_ids():
-        raise NotSupported(f"{path} does not give back the ids of the prompt that it was sent.")
+        raise NotSupported(f"{path} does not echo the ids of the prompt that it was sent.")
     if not same_tokens(chat.choice, choice):
         raise NotSupported(
             f"{path} samples {choice.token_ids} at temperature 0 where a chat call with the same "
@@ -412,7 +412,7 @@ async def _try_derender(ask: ProbeClient, chat: ChatProbe) -> tuple[bool, bool]:
         has_parser, has_reasoning = True, await _finds_reasoning(ask, chat)
     only_end = ended and len(ids) == 1
     if not only_end and not message.same(chat.choice.message or ProbeMessage()):
-        raise NotSupported(f"{DERENDER} makes another message of the same ids than a chat call.")
+        raise NotSupported(f"{DERENDER} makes a different message of the ids than a chat call.")
     return has_parser, has_reasoning
 
 
@@ -588,7 +588,7 @@ async def _best(
             if wanted == mode:
                 raise ConfigError(
                     f"openai.mode is {mode}, but this engine does not support it: {no}",
-                    hint="openai.mode auto uses the best possible mode.",
+                    hint="openai.mode auto uses the best supported mode.",
                 ) from None
     return "opaque", TokensMode(), reasons
 

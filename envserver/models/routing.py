@@ -146,7 +146,7 @@ class Replicas:
         if version is not None:
             return f"it has version {version}, and {published} is published"
         if replica.version is not None:
-            return "it was away, and its version is not known since"
+            return "it was unreachable, and its version has been unknown since"
         return "its policy version is not known"
 
     async def next(
@@ -161,9 +161,9 @@ class Replicas:
                     await self._change.wait()
                     if (replica := self.pick(rollout_id, avoid)) is not None:
                         return replica
-        hint = "Register one with POST /v1/engines, or tell the version that it has."
+        hint = "Register one with POST /v1/engines, or report its version."
         if self._is_hopeless:
-            hint = "Start the engine that the run began with, or begin another run."
+            hint = "Start the engine that the run began with, or start a new run."
         raise EngineUnavailable(self.missing(), hint=hint)
 
     @property

@@ -177,7 +177,7 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
         try:
             part = member.decompress(body, left + 1)
         except zlib.error:
-            raise InputError("The body is not the gzip data that its header says.") from None
+            raise InputError("The body is not gzip data, although its header says so.") from None
         left -= len(part)
         if left < 0:
             raise _too_large(max_bytes)
@@ -204,7 +204,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def check_values(body: bytes) -> None:
     """Raises TooLargeError if `body` may hold so many values that parsing it takes seconds."""
     if len(body) > _MAX_COMMAS and body.count(b",") > _MAX_COMMAS:
-        raise TooLargeError(f"The body has over {_MAX_COMMAS} commas, and so too many values.")
+        raise TooLargeError(f"The body has too many values: over {_MAX_COMMAS} commas.")
 
 
 def _too_large(max_bytes: int) -> TooLargeError:

@@ -62,8 +62,8 @@ _LARGEST_COUNT = 10_000
 _MOST_REPEATS = 1000
 """Counts of all patterns of a request together: xgrammar's time grows with their square."""
 _TOO_HARD = (
-    f"repeats what is repeated, or all patterns together repeat more than {_MOST_REPEATS} times:"
-    " write it otherwise; if this run's agents need it, run with --tokens.constraints all"
+    f"nests repetitions, or all patterns together repeat more than {_MOST_REPEATS} times: "
+    "rewrite it; if this run's agents need it, run with --tokens.constraints all"
 )
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _REGEX_WORD = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|\{\d+,?\d*\}|\{,\d+\}|.", re.S)

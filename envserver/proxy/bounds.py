@@ -99,7 +99,7 @@ class Connections:
             return 0
         # The newcomer itself must go if all others are being answered.
         go = [*islice((one for one in self._open if not one.is_answered), over)] or [connection]
-        error = over_bound("connections", f"More than {most} connections of one rollout.")
+        error = over_bound("connections", f"More than {most} connections from one rollout.")
         for one in go:
             del self._open[one]
             one.drop(error)
@@ -172,7 +172,7 @@ class InFlight:
             self.refused("requests")
             await asyncio.sleep(_PATIENCE_SECONDS)  # asking again at once must not be free
             rate = self.bounds.max_requests_per_second
-            raise over_bound("requests", f"More than {rate:g} requests a second of one rollout.")
+            raise over_bound("requests", f"More than {rate:g} requests a second from one rollout.")
         self._requests.take(1, now)
         if wait:
             await asyncio.sleep(wait)
@@ -200,7 +200,7 @@ class InFlight:
         if size > 0 and (mine > self.bounds.max_bytes or is_full):
             self.refused("bytes")
             most = self.bounds.max_request_mb
-            raise over_bound("bytes", f"More than {most:g} MB of requests of one rollout at once.")
+            raise over_bound("bytes", f"More than {most:g} MB of requests from a rollout at once.")
         self.bytes = mine
         self._totals.bytes = all_bytes
 
@@ -212,7 +212,7 @@ class InFlight:
             raise LimitReached(
                 f"All {self.bounds.max_recorded_mb:g} MB that one rollout's requests may leave in"
                 " its record are used up.",
-                hint="--workers.max_recorded_mb is the bound.",
+                hint="--workers.max_recorded_mb sets the limit.",
                 limit="record",
             )
         if size > 0 and everybody > self._totals.max_recorded and mine > _KEPT_BYTES:
@@ -250,7 +250,7 @@ class Hold:
 
 def over_bound(bound: Bound, message: str) -> OverBound:
     hint = (
-        "--workers.max_connections, max_request_mb, max_requests_per_second and max_recorded_mb are"
-        " the bounds."
+        "--workers.max_connections, max_request_mb, max_requests_per_second and max_recorded_mb "
+        "set the limits."
     )
     return OverBound(message, hint=hint, bound=bound, retry_after_seconds=1)

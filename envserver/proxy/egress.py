@@ -103,13 +103,13 @@ def _hello(first: bytes) -> bytes | None:
     at = 0
     for _ in range(_MOST_RECORDS + 1):
         if message[:1] not in (b"", bytes([_CLIENT_HELLO])):
-            raise NotTls("What comes is not a ClientHello.")
+            raise NotTls("The data is not a ClientHello.")
         if len(message) >= 4 and len(message) >= (end := 4 + int.from_bytes(message[1:4])):
             return message[4:end]
         if len(first) > MOST_HELLO_BYTES:
             raise NotTls("A ClientHello is too long.")
         if first[at : at + 1] not in (b"", bytes([_HANDSHAKE])):
-            raise NotTls("What comes is not TLS.")
+            raise NotTls("The data is not TLS.")
         head, size = first[at : at + 5], int.from_bytes(first[at + 3 : at + 5])
         if len(head) < 5 or len(first) < at + 5 + size:
             return None
@@ -196,7 +196,7 @@ class Egress:
             await attempt.in_flight.admit()
             await self._record(attempt, head, reader, writer)
         except (BadHead, asyncio.LimitOverrunError) as error:
-            what = str(error) or f"A head has at most {MOST_HEAD_BYTES} bytes."
+            what = str(error) or f"A header has at most {MOST_HEAD_BYTES} bytes."
             await _tell(writer, HTTPStatus.BAD_REQUEST, what)
         except OverBound as error:
             await _tell(writer, HTTPStatus.TOO_MANY_REQUESTS, str(error))

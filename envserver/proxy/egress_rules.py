@@ -113,7 +113,7 @@ class EgressRules:
         addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
         public = [one for one in addresses if is_public(one)]
         if not public:
-            raise EgressRefused(f"{host[:100]!r} leads to no public address.", "address")
+            raise EgressRefused(f"{host[:100]!r} does not resolve to a public address.", "address")
         return public
 
 

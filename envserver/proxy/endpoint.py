@@ -86,7 +86,7 @@ def capabilities_of(
 
 def no_experts() -> ConfigError:
     return ConfigError(
-        "tokens.experts is on, but this engine gives no routed experts.",
+        "tokens.experts is on, but this engine returns no routed experts.",
         hint="Start vLLM with --enable-return-routed-experts: for a mixture of experts, on a GPU.",
     )
 

@@ -145,7 +145,7 @@ class Hooks:
                     raise TypeError(f"{returned!r:.50} was returned; {_EFFECTIVE}")
                 return call
         except TimeoutError as error:
-            failure = ServiceError(f"The environment's {name} did not end in time: {error}.")
+            failure = ServiceError(f"The environment's {name} did not finish in time: {error}.")
             attempt.service_failed(failure)
             raise failure from error
         except HookError:
@@ -198,13 +198,13 @@ def _changed_answer(call: ModelCall) -> Message:
     (message,) = chat_messages({"messages": [copy.deepcopy(call.changes["answer"])]})
     text = message.get("content")
     if message.get("role") != "assistant" or not (text is None or isinstance(text, str)):
-        raise InputError("An answer is an assistant message whose content is a text.")
+        raise InputError("An answer must be an assistant message whose content is a string.")
     if call.prompt is not None and (text is None or message.get("tool_calls")):
-        raise InputError("The answer of a text completion is a text.")
+        raise InputError("The answer of a text completion must be a string.")
     for made in message.get("tool_calls") or []:
         function = made.get("function") or {}
         if not (made.get("id") and isinstance(function.get("arguments"), str)):
-            raise InputError("A tool call has an id, and arguments as a text.")
+            raise InputError("A tool call must have an id, and arguments as a string.")
     return message
 
 

@@ -85,7 +85,7 @@ def model_at(path: str, name: str, max_model_len: int | None = None) -> dict[str
     if not wanted:
         return model_list(name, max_model_len)
     if wanted != name:
-        raise NotFoundError(f"There is no model {wanted[:80]!r} here, but {name!r}.")
+        raise NotFoundError(f"There is no model {wanted[:80]!r} here: the model is {name!r}.")
     return _model(name, max_model_len)
 
 

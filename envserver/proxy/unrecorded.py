@@ -91,7 +91,7 @@ def _prompt(prompt: Any) -> str | list[int]:
     if isinstance(ids, list) and ids and all(type(token) is int and token >= 0 for token in ids):
         return ids
     raise InputError(
-        'prompt must be a text or {"prompt_token_ids": [ids]}, and not empty.', place="prompt"
+        'prompt must be a string or {"prompt_token_ids": [ids]}, and not empty.', place="prompt"
     )
 
 

@@ -431,5 +431,5 @@ def _value(answer: host.HostAnswer, name: str) -> Any:
         raise ConfigError(
             f"The environment {name!r} answered with an object that only its own interpreter "
             f"knows: {type(error).__name__}: {error}.",
-            hint="Answer with what envserver and Python define.",
+            hint="Return types that envserver and Python define.",
         ) from error

@@ -69,7 +69,7 @@ def completed(
             raise ConfigError(
                 f"{place}: {name} of {manifest.name!r} is {_shown(said)}, but the package says "
                 f"{_shown(fact)}.",
-                hint="Correct the manifest, or leave the line out: it is filled in.",
+                hint="Correct the manifest, or remove the line: it is filled in.",
             )
     missing = {name: fact for name, fact in facts.items() if not getattr(manifest, name)}
     return msgspec.structs.replace(manifest, **missing)

@@ -96,15 +96,15 @@ def check_sampling(environment: Environment, sampling: SamplingConfig) -> None:
     for setting, top_p in _of_trained(environment, sampling, "top_p").items():
         if top_p != 1:
             raise ConfigError(
-                f"--{setting} {top_p:g}: no trainer can learn rightly from tokens that are "
-                "sampled with top_p, because it does not know what was cut off.",
+                f"--{setting} {top_p:g}: no trainer can learn correctly from tokens sampled with "
+                "top_p, because it does not know what was cut off.",
                 hint="Leave it at 1; the temperature is free. `envserver process` writes groups "
                 "to a file with any sampling.",
             )
     for setting, temperature in temperatures(environment, sampling).items():
         if temperature == 0:
             raise ConfigError(
-                f"--{setting} 0: a trainer learns nothing from always the same tokens.",
+                f"--{setting} 0: a trainer learns nothing if the same tokens are always sampled.",
                 hint="Set it to 1. `envserver process` writes groups to a file with any sampling.",
             )
 

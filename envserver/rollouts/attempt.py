@@ -84,7 +84,7 @@ class StalenessMonitor:
             oldest = attempt.oldest_version
             if timeout not in self._ended and is_stale(oldest, version, self._most):
                 self._ended[timeout] = Stale(
-                    f"The first token is of version {oldest}, version {version} is published.",
+                    f"Version {oldest} sampled the first token; the latest is {version}.",
                     hint="See rollouts.max_staleness.",
                     oldest=oldest,
                     version=version,
@@ -424,7 +424,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
         if not (attempt.posted or attempt.limits.ended_agent):
             if may_be_models:
                 return "crash"
-            raise WorkerGarbage("The worker said that it is done, but posted no result.")
+            raise WorkerGarbage("The worker reported that it was done, but posted no result.")
         if unanswered is not None and unanswered.outcome is Outcome.RETRY:
             # The agent went on after the engine failed; the model is not to blame.
             raise as_error(unanswered)

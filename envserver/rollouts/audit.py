@@ -89,7 +89,7 @@ class Rescorer:
         }
         answer = await self._engine.post(EngineRequest(_GENERATE, body, "", _TIMEOUT_SECONDS))
         if answer.get("prompt_token_ids") != tokens.tolist():
-            raise EngineGarbage("The engine makes other tokens of the row's images now.")
+            raise EngineGarbage("The engine now makes other tokens of the row's images.")
         return _prompt_logprobs(answer, tokens)
 
     async def takes(self, length: int) -> bool:
@@ -121,7 +121,7 @@ class Rescorer:
             raise EngineGarbage("The engine's sample has no ids or logprobs.") from error
         scored = (await self.score(np.concatenate([context, sampled])))[len(context) :]
         if said.shape != scored.shape:
-            raise EngineGarbage("The engine's sample has not as many logprobs as ids.")
+            raise EngineGarbage("The engine's sample has different numbers of logprobs and ids.")
         return bool(np.abs(said - scored).max(initial=0.0) < _PROBE_DIFFERENCE)
 
     async def _complete(self, prompt: Tokens, **fields: Any) -> dict[str, Any]:
@@ -163,13 +163,13 @@ def _placeholder(tokens: Tokens, image: RowImage) -> int:
 def _prompt_logprobs(choice: dict[str, Any], tokens: Tokens) -> Logprobs:
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != len(tokens):
-        raise EngineGarbage("The engine gives no prompt_logprobs.", hint="vLLM gives them.")
+        raise EngineGarbage("The engine returns no prompt_logprobs.", hint="vLLM returns them.")
     logprobs = np.zeros(len(tokens), np.float32)
     try:
         for place, token in enumerate(tokens.tolist()[1:], 1):
             logprobs[place] = entries[place][str(token)]["logprob"]
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineGarbage(f"The engine gives no logprob for token {place} of a row.") from error
+        raise EngineGarbage(f"The engine returns no logprob for token {place} of a row.") from error
     if not np.isfinite(logprobs).all():
         raise EngineGarbage("The engine returned a logprob that is not a number.")
     return logprobs
@@ -183,8 +183,8 @@ NOT_COMPARED: Final = {
     "other_version": "sampled by another policy version, or by more than one",
     "weights_changed": "the engine's weights changed while it was scored",
     "structured_output_masked": "a grammar or bias masked the distribution",
-    "unchecked_fields": "a field that the run passed on may have bent the distribution",
-    "multimodal_unstitched": "images are in the prompt, and where is not known",
+    "unchecked_fields": "a field that the run passed on may have changed the distribution",
+    "multimodal_unstitched": "the prompt has images at unknown positions",
     "processed_logprobs": "recorded after temperature and top_p were applied",
     "own_model": "sampled by another model than the policy",
     "too_long": "longer than the engine's context",
@@ -499,8 +499,8 @@ class Auditor:
         left_out = {
             "rows were not compared": self._not_compared.total(),
             "rows were refused": self._refused,
-            "rows met a failing engine": self._errors.total(),
-            "rollouts found no room": self._dropped + self._queue.qsize(),
+            "rows were sent to a failing engine": self._errors.total(),
+            "rollouts were skipped: too many were waiting": self._dropped + self._queue.qsize(),
         }
         words += [f"{count} {what}" for what, count in left_out.items() if count]
         return f"Audit: {', '.join(words)}."

@@ -183,7 +183,7 @@ def absurd_results(public: dict[str, Any], outputs: list[Any]) -> Iterator[Known
         ("blank text", " \n\t"),
         ("question echoed", echo),
         ("huge text", "x" * HUGE_CHARACTERS),
-        ("orders to the judge", ORDERS),
+        ("instructions to the judge", ORDERS),
         # It ends with status 0 before any test, as a program and as an answer with a block of code.
         ("program that exits", '"""\n```python\nraise SystemExit\n```\n"""\nraise SystemExit'),
         *(("every choice", ", ".join(choices)) for choices in _choices(public)),

@@ -232,10 +232,10 @@ def _shown_range(environment: Environment) -> tuple[float | None, float | None, 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
     if len(tasks) != len(again):
-        yield f"Listed twice, there are {len(tasks)} tasks and then {len(again)}."
+        yield f"Listing the tasks twice gives {len(tasks)} and then {len(again)}."
     changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
     if changed:
-        yield f"Listed twice, tasks differ: {_named(changed)}."
+        yield f"Tasks differ when listed twice: {_named(changed)}."
 
 
 def same_ids(tasks: list[Task]) -> Iterator[str]:

@@ -99,7 +99,7 @@ class Episode:
     def answer(self, message: Message) -> None:
         request, self._latest = self._latest, None
         if request is None:
-            raise ConflictError("Nothing was asked of the model.")
+            raise ConflictError("The model was never called.")
         if not request.answer.done():
             request.answer.set_result(message)
 
@@ -198,14 +198,14 @@ class Episodes:
         taken = len(self._open) + self._beginning
         if taken >= self._most:
             raise EpisodesFull(
-                f"{taken} episodes are in progress, as many as there may be.",
+                f"{taken} episodes are in progress, the maximum.",
                 hint="See --server.openenv_sessions.",
                 active_sessions=taken,
                 max_sessions=self._most,
             )
         context = self._parts[name]
         if context.scorer.needs_token_ids:
-            raise ConfigError(f"{name!r} scores token ids, which a player does not have.")
+            raise ConfigError(f"{name!r} scores token ids, which an external client does not have.")
         if agent is not None and agent not in context.agents:
             known = ", ".join(context.agents) or "none is declared"
             raise NotFoundError(f"There is no agent {agent[:80]!r} in {name!r}: {known}.")

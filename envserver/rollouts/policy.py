@@ -288,8 +288,8 @@ def judge_group(group: Group, rules: GroupRules, version: int) -> Drop | None:
 _log = structlog.get_logger("envserver.untrained")
 
 _REMEDIES: Final = {
-    "structured_output_masked": "let agents ask without response_format and a forced tool_choice, "
-    "with --tokens.strict_tools drop",
+    "structured_output_masked": "let agents call the model without response_format and a forced "
+    "tool_choice, with --tokens.strict_tools drop",
     "undelivered_completion": "raise the agents' timeouts",
     "finish_abort": "pause the engine by drain or keep, not by abort",
     "mixed_versions": "publish less often, or pause by drain",

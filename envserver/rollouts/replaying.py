@@ -75,7 +75,7 @@ def calls_from(messages: Sequence[Message], turns: int, line: str) -> list[Excha
         raise InputError(
             f"The record has {len(places)} of {turns} calls: the agent did not only append to its "
             "conversation.",
-            hint="Rollouts that are made with --tokens.keep_calls true can always be replayed.",
+            hint="Rollouts made with --tokens.keep_calls true can always be replayed.",
         )
     sampled = places[len(places) - turns :] if turns else []
     return [
@@ -168,7 +168,7 @@ class Player:
         if not waiting:
             who = line.rpartition("/")[2] if "/" in line else "the agent"
             last = [f"+{line}" for line in _spoken((body.get("messages") or [])[-1:])]
-            raise _over(self.differ(f"The record ends here, and {who} asks on.", last))
+            raise _over(self.differ(f"The record ends here, but {who} makes another call.", last))
         found = next((one for one in waiting if not _differs(one, body)), None)
         if found is None:
             raise _over(self.differ(*_compared(waiting[0], body)))
@@ -200,7 +200,7 @@ class RecordedServices(Services):
                     raise InputError(one.refused)
                 return one.answer
         then = next((one.arguments for one in self._left if one.name == name), None)
-        what = f"The service {name!r} was not asked this then."
+        what = f"The service {name!r} did not get this request in the record."
         diff = _diff(_lines(then) if then is not None else [], _lines(arguments))
         raise ServiceError(self._player.differ(what, diff).what)
 
@@ -262,12 +262,12 @@ def _compared(exchange: Exchange, body: Json) -> tuple[str, list[str]]:
     then, now = exchange.messages or [], body.get("messages") or []
     if exchange.messages is None or then == now:
         diff = _diff(_lines(exchange.tools), _lines(body.get("tools") or []))
-        return "The agent offers other tools than it did then.", diff
+        return "The agent offers other tools than in the record.", diff
     pairs = zip(then, now, strict=False)
     at = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(then), len(now)))
     what = (
-        f"The agent sends {len(now)} messages, then it were {len(then)}; message {at + 1} is the "
-        "first that differs."
+        f"The agent sends {len(now)} messages, the record has {len(then)}; message {at + 1} is "
+        "the first that differs."
     )
     return what, _diff(_spoken(then[at:]), _spoken(now[at:]))
 

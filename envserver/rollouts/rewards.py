@@ -35,7 +35,7 @@ def roles_of(environment: Environment) -> dict[str, AgentRole]:
         if not _NAME.fullmatch(name):
             raise ConfigError(
                 f"Environment {environment.name!r} declares an agent {name!r}.",
-                hint="Names are of small letters, digits and _.",
+                hint="Names consist of lower-case letters, digits and _.",
             )
     for name in settings:
         if name not in declared:
@@ -85,7 +85,7 @@ def range_of(environment: Environment) -> RewardRange:
         raise ConfigError(f"{name}.reward_range is not a pair of numbers: {error}.") from error
     solved_at = high if environment.solved_at is None else float(environment.solved_at)
     if not low < high:
-        raise ConfigError(f"{name}.reward_range is ({low}, {high}), which holds no rewards.")
+        raise ConfigError(f"{name}.reward_range is ({low}, {high}), which contains no reward.")
     if not math.isfinite(solved_at):
         raise ConfigError(
             f"{name}.reward_range has no upper end, so it does not say when a task is solved.",

@@ -332,7 +332,7 @@ def score_row(row: RowToScore) -> Score:
     environment = _environment()
     task = row.task if isinstance(row.task, Task) else environment.task_from_row(row.task)
     if not isinstance(task, Task):
-        raise InputError("The environment made no task of this row.")
+        raise InputError("The environment cannot make a task from this row.")
     result = environment.response_from_row(row.response, row.messages)
     if row.finish_reason is not None:
         cut_off = row.finish_reason == "length"

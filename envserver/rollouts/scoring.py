@@ -511,8 +511,8 @@ class _Scorer:
                 if error.garbled:
                     await self.close()
                     raise ScorerError(
-                        "The scorer process sent something else than its answer and was ended. "
-                        "The environment must not write to the socket of its process."
+                        "The scorer process sent something other than its answer and was "
+                        "killed. The environment must not write to the socket of its process."
                     ) from error
                 if error.began:
                     raise await self._death(limits) from error
@@ -543,7 +543,7 @@ class _Scorer:
             return cast(ScorerAnswer, pickle.loads(answer))
         except Exception as error:
             raise ScorerError(
-                f"The scorer's answer holds what only its own process can read: {error}"
+                f"The scorer's answer contains objects that only its own process can read: {error}"
             ) from error
 
     async def _started(self) -> ScorerChannel:

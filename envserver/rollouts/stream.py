@@ -152,7 +152,7 @@ def aside(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def tasks_of(environment: Environment, split: Split) -> Iterator[Task]:
-    with blaming(f"Environment {environment.name!r} cannot give its tasks", environment.tasks):
+    with blaming(f"Environment {environment.name!r} cannot list its tasks", environment.tasks):
         for task in environment.tasks(split):
             if not isinstance(task, Task):
                 raise TypeError(f"{type(task).__name__} is not a Task")

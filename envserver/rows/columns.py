@@ -254,7 +254,7 @@ class Columns:
         if "{" not in template:
             value = _present(row, template)
             if not isinstance(value, str):
-                raise _bad(template, f"is not a text but {type(value).__name__}")
+                raise _bad(template, f"is not a string but {type(value).__name__}")
             return value
         return "".join(
             text + ("" if name is None else str(_present(row, name)))
@@ -269,8 +269,8 @@ def columns_in(template: str) -> list[str]:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ConfigError(
-            f"{template!r} is not a text with columns in braces: {error}.",
-            hint="Write {{ and }} for braces that stay.",
+            f"{template!r} is not a template with columns in braces: {error}.",
+            hint="Write {{ and }} for literal braces.",
         ) from error
     return list(dict.fromkeys(names))
 

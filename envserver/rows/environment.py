@@ -1,4 +1,4 @@
-"""The environment of rows: asks each row's prompt once, and pays what reward functions say.
+"""The environment of rows: asks each row's prompt once; reward functions score the answer.
 
 `from_rows` and `rows_class` (for `--env rows.jsonl`) read nothing: rows are read by `tasks`, and
 functions are imported by the scorer.
@@ -53,7 +53,7 @@ class RowsEnvironment(Environment):
         system: str = ""
         """System message before each prompt."""
         columns: dict[str, str] = {}
-        """Columns for reward functions by the names that they ask for, as JSON:
+        """Columns by the parameter names of the reward functions, as JSON:
         '{"solution": "answer"}'; unset: all columns by their own names."""
         reward: list[str] = []
         """Reward functions, each with its weight: my_rewards.py:exact or module:function=0.5."""
@@ -64,14 +64,14 @@ class RowsEnvironment(Environment):
         subset: str | None = None
         """Configuration of a data set on the hub."""
         splits: dict[str, str] = {}
-        """Names of the data set's splits by ours, as JSON: '{"validation": "dev"}'."""
+        """The data set's split names by envserver's, as JSON: '{"validation": "dev"}'."""
         held_out: float = Field(default=0.0, ge=0, lt=1)
         """Share of the rows that are in the splits validation and test, half in each, instead of
         train, where the data have no splits; 0: every split has all rows."""
         shuffle: bool = True
         """Order the tasks by the seed; false: as in the data."""
         bad_rows: Literal["refuse", "skip"] = "refuse"
-        """What to do if rows make no task: refuse to start, or leave them out and say how many."""
+        """What to do if rows cannot become tasks: refuse to start, or skip and count them."""
 
         @field_validator("reward")
         @classmethod
@@ -151,8 +151,8 @@ class RowsEnvironment(Environment):
             _log.warning("bad_rows_skipped", bad=len(bad), rows=count, first=first)
             return
         raise ConfigError(
-            "\n".join([f"{len(bad)} of {count} rows make no task:", *first, *more]),
-            hint="Mend them or name other columns; --env.bad_rows skip leaves them out.",
+            "\n".join([f"{len(bad)} of {count} rows cannot become tasks:", *first, *more]),
+            hint="Correct them or name other columns; --env.bad_rows skip leaves them out.",
             bad=len(bad),
             rows=count,
         )
@@ -221,7 +221,7 @@ class RowsEnvironment(Environment):
     def task_from_question(self, asked: Any) -> Task:
         columns = columns_in(self.config.prompt)
         if len(columns) != 1:
-            raise InputError(f"The prompt has {len(columns)} columns; one text does not fill it.")
+            raise InputError(f"The prompt has {len(columns)} columns; one text cannot fill it.")
         row = {columns[0]: asked.question}
         if asked.answer is not None:
             row[self.config.answer or "answer"] = asked.answer

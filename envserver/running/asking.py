@@ -199,7 +199,7 @@ class PersonEngine(SimEngine):
         async with self._one_at_a_time:
             message = await _in_daemon_thread(lambda: self._answer(request))
         if message is None:
-            raise EngineRefused("The person who plays the model has left.", status=400)
+            raise EngineRefused("The person acting as the model has left.", status=400)
         self._said[rollout_id] = assistant_text(_canonical(message))
 
 

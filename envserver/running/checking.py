@@ -114,7 +114,7 @@ WAYS: Mapping[str, Way] = {
     "refusal": Way(speaker=_policy(refusal_rate=1.0), cheat=True, differs=True),
     "endless repetition": Way(speaker=_policy(repetition_rate=1.0), cheat=True, differs=True),
     "the prompt again": Way(speaker=lambda _: _Says(_question), cheat=True),
-    "orders to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
+    "instructions to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
     "tool spam": Way(speaker=lambda _: _CallsTools(), cheat=True),
 }
 
@@ -255,8 +255,8 @@ class _Plays:
         solve = self._context.environment.demonstrations_solve
         if solve and right is not None and spoiled is not None and spoiled >= right - _EPSILON:
             self._problems.append(
-                f"Spoiled demonstrations are rewarded like right ones: {spoiled:g} and {right:g} "
-                "in the mean."
+                f"Spoiled demonstrations are rewarded like correct ones: {spoiled:g} and "
+                f"{right:g} on average."
             )
         # Between agents there is no right answer: whatever one says, the other may lose by it.
         for one in plays if solve else ():

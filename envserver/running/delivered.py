@@ -166,9 +166,9 @@ class LineChain:
             return
         self._any = True
         if link is None or not link.intact:
-            words = "its contents are not those that were written: the digest is another"
+            words = "its contents were changed: the digest differs"
             if link is None:
-                words = "its digest was removed, or the line was written anew"
+                words = "its digest was removed, or the line was rewritten"
             delivery.find("changed", words, line=number)
         if link is not None and link.previous not in ("", expected):
             words = (
@@ -264,11 +264,11 @@ class _Reader:
         for rollout in self._facts.rollouts:
             for index, row in enumerate(rollout.rows):
                 if row in owners or not 0 <= row < len(self._line.tokens):
-                    words = "belongs to another rollout, too" if row in owners else "is missing"
+                    words = "also belongs to another rollout" if row in owners else "is missing"
                     self._find("rows", f"its row {row} {words}", rollout_id=rollout.rollout_id)
                 owners[row] = (rollout, index)
         for row in set(range(len(self._line.tokens))) - set(owners):
-            self._find("rows", "the row is of no rollout", row=row)
+            self._find("rows", "the row belongs to no rollout", row=row)
         return owners
 
     def _read_row(
@@ -383,7 +383,7 @@ def _more(wrong: Column) -> str:
 def _read_group(group: Group, body: bytes | memoryview) -> Delivery:
     delivery = Delivery(group_id=group.group_id, unsealed=not group.digest)
     if group.digest and not is_intact(body):
-        words = "its contents are not those that were sealed: the digest is another"
+        words = "its contents were changed: the digest differs"
         delivery.find("changed", words)
     for trajectory in group.trajectories:
         for sequence in trajectory.sequences:

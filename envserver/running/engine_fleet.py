@@ -32,7 +32,7 @@ _COMPARED = {
     "tools": "takes tools",
     "has_parser": "parses tool calls",
     "reasoning_parser": "separates reasoning",
-    "logprobs": "gives logprobs that are",
+    "logprobs": "returns logprobs that are",
 }
 
 
@@ -61,7 +61,7 @@ class EngineChecks:
             )
         found = capabilities.probe_result
         if self.need_exact and found.mode == "opaque":
-            raise ConfigError(f"It gives no token ids: {found.reasons.get('chat', '')}")
+            raise ConfigError(f"It returns no token ids: {found.reasons.get('chat', '')}")
         known = self._known
         if known is None:
             self._first = capabilities
@@ -98,7 +98,7 @@ class EngineChecks:
         ):
             yield "it renders the same messages to other token ids"
         if not self.need_exact and not same_scores(old.choices[0], new.choices[0]):
-            yield "it samples other tokens, or with other logprobs: its weights are others"
+            yield "it samples other tokens, or with other logprobs: its weights differ"
 
 
 def differences(known: Capabilities, other: Capabilities) -> list[str]:
@@ -112,9 +112,9 @@ def differences(known: Capabilities, other: Capabilities) -> list[str]:
         words.append("it renders the same tools to other token ids")
     if known.format is not None and other.format is not None:
         if known.format.template_digest != other.format.template_digest:
-            words.append("its chat template is another one")
+            words.append("its chat template differs")
         if known.format.tokenizer_digest != other.format.tokenizer_digest:
-            words.append("its tokenizer is another one")
+            words.append("its tokenizer differs")
     return words
 
 

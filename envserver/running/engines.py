@@ -70,7 +70,7 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
 
     if not openai.base_urls and openai.model_name == "default":
         raise ConfigError(
-            "openai.base_url is none, so no engine can be asked for its model's name.",
+            "openai.base_url is none, so there is no engine to get the model's name from.",
             hint="Set --openai.model_name.",
         )
     rules = settings.engines

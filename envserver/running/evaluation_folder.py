@@ -42,7 +42,7 @@ def claim(folder: Path, wanted: RunFile, *, resume: bool, overwrite: bool) -> No
         if not resume:
             raise ConfigError(
                 f"{folder} holds an evaluation.",
-                hint="Go on with it by --resume, replace it by --overwrite.",
+                hint="Continue it with --resume, or replace it with --overwrite.",
             )
         _check_same(folder, before, wanted)
         wanted.parts = list(dict.fromkeys([*before.parts, *wanted.parts]))
@@ -58,7 +58,7 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
         return
     if old is None or new is None:
         raise ConfigError(
-            f"{folder} is of {'several environments' if old is None else old.environment}.",
+            f"{folder} is for {'several environments' if old is None else old.environment}.",
             hint="Resume with the settings it was started with, or name another folder.",
         )
     differing = [] if old.environment == new.environment else [f"env {old.environment}"]
@@ -75,7 +75,7 @@ def _check_same(folder: Path, before: RunFile, wanted: RunFile) -> None:
         ]
     if differing:
         raise ConfigError(
-            f"{folder} is of a run with {', '.join(differing)}.",
+            f"{folder} was written by a run with {', '.join(differing)}.",
             hint="Resume with the settings of that run, or name another folder.",
         )
 
@@ -173,11 +173,11 @@ def merge_evaluations(
     folders: Sequence[Path], out: Path, accepted: Accepted, *, overwrite: bool = False
 ) -> Report | Suite:
     if len(folders) < 2:
-        raise ConfigError("Two shards at least are merged: evaluate merge SHARD SHARD --out DIR.")
+        raise ConfigError("At least two shards are merged: evaluate merge SHARD SHARD --out DIR.")
     if out.resolve() in [folder.resolve() for folder in folders]:
         raise ConfigError(f"{out} is one of the shards: name another folder.")
     if not overwrite and read_run_file(out) is not None:
-        raise ConflictError(f"{out} holds an evaluation.", hint="Replace it by --overwrite.")
+        raise ConflictError(f"{out} holds an evaluation.", hint="Replace it with --overwrite.")
     names = _parts_of(folders)
     parts = {name: _checked([folder / name for folder in folders], accepted) for name in names}
     for name, shards in parts.items():
@@ -215,7 +215,7 @@ def _checked(folders: Sequence[Path], accepted: Accepted) -> list[_Shard]:
         _check_tasks(shards, name)
     lacking = _lacking(shards)
     if lacking and not accepted.partial:
-        hint = "--partial merges them; the report then says that it is not complete."
+        hint = "--partial merges them; the report then says that it is incomplete."
         raise InputError(lacking, hint=hint)
     return shards
 
@@ -288,8 +288,8 @@ def _lacking(shards: Sequence[_Shard]) -> str:
         path, has = tasks_path(shard.folder), len(shard.tasks.get("", ()))
         if has != (size := shard.of.size(total)):
             return (
-                f"{path} has {has} of {total} tasks; shard {shard.of} has {size}. Were all made "
-                "with the same --env.total_steps?"
+                f"{path} has {has} of {total} tasks; shard {shard.of} has {size}. Did all shards "
+                "have the same --env.total_steps?"
             )
     return ""
 
@@ -338,7 +338,7 @@ def _settings_together(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _unlike(folder: Path, name: str, value: object, other: Path, expected: object) -> InputError:
     return InputError(
         f"{folder / RUN_FILE}: {name} {value!r}, but in {other / RUN_FILE} {expected!r}.",
-        hint="Shards of one evaluation have the same settings and model. Where slices of the data "
-        "are files, --slices data_path accepts that this setting differs.",
+        hint="Shards of one evaluation have the same settings and model. If each shard read a "
+        "file of its own, --slices data_path accepts that this setting differs.",
         place=str(folder / RUN_FILE),
     )

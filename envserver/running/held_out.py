@@ -114,7 +114,7 @@ class Evaluations:
             _log.warning(
                 "evaluation.skipped",
                 version=version,
-                why="Another evaluation runs.",
+                why="Another evaluation is running.",
                 hint="Raise evaluate.every or evaluate.max_concurrent, or lower total_steps.",
             )
             return
@@ -124,7 +124,7 @@ class Evaluations:
         if self._of_training:
             raise ConflictError(self._of_training, hint=_OTHER_SPLIT)
         if self.busy or not self._loaded:
-            raise ConflictError("An evaluation runs.", hint="GET /v1/evaluations shows its end.")
+            raise ConflictError("An evaluation is running.", hint="See GET /v1/evaluations.")
         self._want()
 
     async def hold(self, most_seconds: float) -> None:
@@ -136,7 +136,7 @@ class Evaluations:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            _log.warning("evaluation.not_held", why=f"It still runs after {seconds:g} s.")
+            _log.warning("evaluation.not_held", why=f"It is still running after {seconds:g} s.")
 
     async def run(self) -> None:
         await self._load()
@@ -191,7 +191,7 @@ class Evaluations:
                 next="none until a restart" if self._off else "at the next version",
             )
         except Exception as error:  # noqa: BLE001 (our fault must not end all later evaluations)
-            record.state, record.error = "failed", f"It broke: {error!r}."
+            record.state, record.error = "failed", f"It failed: {error!r}."
             _log.exception("evaluation.broke", version=version)
         record.ended_at = time.time()
         self.ends[record.state] += 1

@@ -158,7 +158,7 @@ def install_environment(
     if before is not None and reference in before.names and not replace:
         raise ConflictError(
             f"{reference} is installed already, in {backend.name}.",
-            hint="--replace true makes its virtual environment anew.",
+            hint="--replace true makes its virtual environment again.",
         )
     kept = before.names if before is not None else []
     python = before.interpreter if before is not None and not replace else None
@@ -536,8 +536,8 @@ def _check_complete(manifest: Manifest, project: Path, place: str) -> None:
     if missing:
         raise ConfigError(
             f"{place}: {manifest.name!r} has no {', '.join(missing)}.",
-            hint="Who uses it must know. `env install` fills in what the code says, "
-            "`envserver check` makes the score card.",
+            hint="Its users need to know. `env install` fills in what the code says, `envserver "
+            "check` makes the score card.",
         )
     card = manifest.score_card.partition("#")[0]
     if not (project / card).is_file():

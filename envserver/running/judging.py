@@ -63,10 +63,10 @@ def judge_line(judge: JudgeServer) -> str:
     counts = judge.counts
     parts = [
         f"Judge: {counted(counts.calls, 'call')} ({counts.cached} from {judge.cache_path}"
-        + (f", {counts.again} asked again" if counts.again else "")
+        + (f", {counts.again} repeated" if counts.again else "")
         + (f", {counts.failed} failed" if counts.failed else "")
         + ")",
-        f"{counts.prompt_tokens:,} + {counts.completion_tokens:,} tokens",
+        f"{counts.prompt_tokens:,} prompt + {counts.completion_tokens:,} completion tokens",
     ]
     if (cost := _cost(judge)) is not None:
         parts.append(f"{cost:.4f} {judge.config.currency}")

@@ -393,13 +393,13 @@ class Tally(Meter):
 
     def costs_line(self) -> str:
         prompt_tokens = self._counted("tokens")["prompt"]
-        parts = [f"{prompt_tokens:,} + {self.completion_tokens:,} tokens"]
+        parts = [f"{prompt_tokens:,} prompt + {self.completion_tokens:,} completion tokens"]
         if self.sandbox_seconds:
             parts.append(f"{self.sandbox_seconds:.1f} s in sandboxes")
         parts.append(f"{self.scoring_seconds:.1f} s of scoring")
         if self.cost is not None:
             parts.append(f"{self.cost.total:.4f} {self.cost.currency}")
-        return f"Took: {', '.join(parts)}"
+        return f"Used: {', '.join(parts)}"
 
     @property
     def seconds(self) -> float:

@@ -83,7 +83,7 @@ def _read_prices(path: Path, model: str, currency: str) -> Prices | None:
     if model not in tree:
         near = difflib.get_close_matches(model, map(str, tree), n=1, cutoff=0.5)
         raise ConfigError(
-            f"{path} has no prices of {model!r}.",
+            f"{path} has no prices for {model!r}.",
             hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(map(str, tree))}.",
         )
     prices: Any = tree[model]

@@ -180,7 +180,7 @@ def recorded_environment(record: Record) -> str:
             return spelled
     raise NotFoundError(
         f"{record.place}: no environment {name!r} is installed here.",
-        hint="Name it by --env: a path in a record is not followed.",
+        hint="Name it with --env: paths in records are not followed.",
     )
 
 

@@ -120,8 +120,8 @@ LEFT_OUT = {
     "other_environment": "groups of another environment",
     "not_found": "groups whose task the environment does not have",
     "no_messages": "groups without conversations (--without_messages scores them all the same)",
-    "failed": "groups that could not be scored by no fault of the model",
-    "unscorable": "groups of which no rollout can be scored",
+    "failed": "groups that could not be scored, through no fault of the model",
+    "unscorable": "groups without a rollout that can be scored",
 }
 
 _EXAMPLES = 5
@@ -333,7 +333,7 @@ def _output(
         lock(file, path)
         if file.seek(0, 2) and not (resume or overwrite):
             raise ConfigError(
-                f"{path} exists.", hint="Go on with it by --resume, replace it by --overwrite."
+                f"{path} exists.", hint="Continue it with --resume, or replace it with --overwrite."
             )
         done: set[str] = set()
         if not overwrite:
@@ -351,7 +351,7 @@ def _already(file: IO[bytes], path: Path, tally: Tally) -> set[str]:
             line = orjson.loads(data)
             if "rescored" not in line["envserver"]:
                 raise ConfigError(
-                    f"{path}, line {number} has the scores of before.",
+                    f"{path}, line {number} has the old scores.",
                     hint="Name another file for the new ones.",
                 )
             done.add(str(line["envserver"]["group_id"]))

@@ -54,7 +54,7 @@ class ProcessSettings(MixSettings):
     """Replace an existing output file."""
     verbose: bool = False
     """Show samples of conversations: the best and the worst rollout of the first three groups, and
-    then of one each ten seconds.
+    then of one group every ten seconds.
     """
 
 
@@ -80,10 +80,10 @@ class EvaluateSettings(MixSettings):
     no_baselines: bool = False
     """Do not run the environment's baselines."""
     perturb: list[str] = Field(default=[])
-    """Ask each task in other words, too: typos, lower_case, spaces (doubled), sentences (the last
+    """Also ask each task in other words: typos, lower_case, spaces (doubled), sentences (the last
     one first). The report then says how steady the results are."""
     paraphrases: Path | None = None
-    """JSONL of {"task_id", "question"}: further words for tasks, one or several for each."""
+    """JSONL of {"task_id", "question"}: other wordings of tasks, one or several for each."""
     shard: str = ""
     """2/4: only every fourth task, from the second on; `evaluate merge` makes one report of all
     four."""
@@ -200,7 +200,7 @@ class RunSettings(Settings):
     watch: bool = False
     """Run again whenever a file of the environment changes, until Ctrl-C."""
     interactive: bool = False
-    """Play the model: answers and tool calls are typed by hand."""
+    """Act as the model: you type its answers and tool calls."""
     verbose: bool = False
     """Show the conversation."""
 
@@ -209,10 +209,10 @@ class CheckSettings(EnvironmentSettings):
     tasks: Count = 50
     """Number of tasks to check with all known and absurd results; all if there are fewer."""
     rows: Natural | None = None
-    """Number of rows to check: their golds and near answers, questions and lengths; unset: all of
+    """Number of rows to check: their gold and near answers, questions and lengths; unset: all of
     your own data (--env.data_path, or --env with rows), up to 100,000, else none beyond `tasks`."""
     plays: Natural = 10
-    """Number of tasks to play wrongly, in each way; 0: play nothing, not even demonstrations."""
+    """Number of tasks to run with each wrong model; 0: none, not even with demonstrations."""
     processes: Count = 2
     """Number of results scored in parallel, each in its own process."""
     evaluation_set: str = ""
@@ -246,14 +246,14 @@ class JoinSettings(Settings):
     ca_certs: Path | None = None
     """CA certificates (PEM) that verify the server, for https; unset: those of this machine."""
     certfile: Path | None = None
-    """Client certificate with its key (PEM), if the server asks for one."""
+    """Client certificate with its key (PEM), if the server requires one."""
     dealt: bool = False
-    """Make the groups that the server deals one by one (`process --ray`), not an own stream."""
+    """Run the groups that the server assigns one by one (`process --ray`), not an own stream."""
     name: str | None = Field(default=None, pattern=NAME_PATTERN)
     """Name of this runner, unique on the server; unset: environment@host, with -2, -3, ... for
     others in the same folder."""
     instance: SecretStr = SecretStr("")
-    """Secret of this runner, if something else than its folder remembers it (ENVSERVER_INSTANCE):
+    """Secret of this runner, if something other than its folder stores it (ENVSERVER_INSTANCE):
     with the same name and secret it takes its name over at once, on whatever machine it starts
     again; at least 16 characters. Unset: made here, and kept in `joined_folder`."""
     joined_folder: Path = Path("data/joined")

@@ -74,7 +74,7 @@ class TaskFinder:
             (task,) = await self._index.find(split, [task_id])
         except NotFoundError as error:
             first = await self._index.after(split, 0, 1)
-            error.hint = f"Ids are such as {first[0].id!r}." if first else ""
+            error.hint = f"Ids look like {first[0].id!r}." if first else ""
             raise
         return task
 
@@ -88,7 +88,7 @@ class TaskFinder:
             seen = seen or task.id
         raise NotFoundError(
             f"There is no task {task_id[:100]!r} in the split {split}.",
-            hint=f"Ids are such as {seen!r}." if seen else "",
+            hint=f"Ids look like {seen!r}." if seen else "",
         )
 
     def _another(self) -> Environment:

@@ -314,7 +314,7 @@ class _Lane:
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._tell("It is too slow: calls are left out.")
+            self._tell("It is too slow: some calls are skipped.")
 
     def end(self) -> None:
         with contextlib.suppress(queue.Full):
@@ -339,5 +339,5 @@ class _Lane:
     def _tell(self, reason: str) -> None:
         if not self._has_failed:
             self._has_failed = True
-            hint = "The run goes on; --track without it is quiet."
+            hint = "The run continues; leave it out of --track to silence this."
             _log.warning("tracker_failed", tracker=self._name, reason=redacted(reason), hint=hint)

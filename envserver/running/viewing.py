@@ -108,7 +108,7 @@ async def _over_server(stack: AsyncExitStack, looked_at: Viewed) -> FastAPI:
         raise NotFoundError(f"No server answers at {looked_at.title}: {why}.") from error
     if answer.status_code in (401, 403):
         raise ConflictError(
-            f"{looked_at.title} asks for an access token.",
+            f"{looked_at.title} requires an access token.",
             hint="Set ENVSERVER_TOKEN to one that may read.",
         )
     if not answer.is_success:

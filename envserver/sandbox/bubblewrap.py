@@ -127,7 +127,7 @@ def _build(
         holder.kill()
         words = holder.stderr.read(2000).decode(errors="replace").strip()
         holder.wait()
-        raise OSError(f"bubblewrap failed: {words or 'without a word'}")
+        raise OSError(f"bubblewrap failed: {words or 'without a message'}")
     return holder, int(json.loads(status.readline())["child-pid"])
 
 

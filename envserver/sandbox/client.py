@@ -198,7 +198,7 @@ class ConnectedSandbox(AskedSandbox):
             return cast(T, None)
         checked = self._checked(answer, kind)
         if isinstance(body, Read) and len(cast(bytes, checked)) > body.max_bytes:
-            raise self._lost("it sent more than was asked for")
+            raise self._lost("it sent more than was requested")
         return checked
 
     async def lead_out(self, serve: OnConnection) -> asyncio.AbstractServer | None:
@@ -364,7 +364,7 @@ def image_missing(image: str, reason: str) -> SandboxImageMissing:
     words = f"The container engine lacks an image: {image} ({reason.rstrip('.')})."
     return SandboxImageMissing(
         words,
-        hint="Build or pull it, or let it be pulled: --sandbox.docker_pull missing.",
+        hint="Build or pull it, or allow pulling it: --sandbox.docker_pull missing.",
         bug=words,  # each rollout with it fails
         missing=image,
     )

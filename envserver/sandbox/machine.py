@@ -110,7 +110,7 @@ class SandboxMachine:
     async def place(self, size: int) -> AsyncIterator[None]:
         """Waits for the place of a sandbox. `size`: bytes that its request keeps in memory."""
         if self.draining:
-            raise MachineBusy("This machine is about to stop.")
+            raise MachineBusy("This machine is shutting down.")
         waiting = self._places.waiting
         if waiting >= _MOST_WAITING or (waiting and self._waiting_bytes > _MOST_WAITING_BYTES):
             raise MachineBusy(f"{waiting} requests wait for a sandbox of this machine.")

@@ -201,7 +201,7 @@ class Outside:
 
     async def lead_out(self, sandbox: InteractiveSandbox) -> bool:
         if self._server is not None:
-            raise InputError("This sandbox has a way out already.")
+            raise InputError("This sandbox already has network access.")
         self._server = await sandbox.lead_out(self._accept)
         return self._server is not None
 

@@ -142,7 +142,7 @@ class MachineSandbox(AskedProgramSandbox):
             raise SandboxLost("The sandbox is closed.")
         answer = await self._asked(action, body, kind)
         if isinstance(body, Read) and len(cast(bytes, answer)) > body.max_bytes:
-            raise self._lose("it sent more than was asked for")
+            raise self._lose("it sent more than was requested")
         return answer
 
     async def _asked(self, action: str, body: object, kind: type[T]) -> T:

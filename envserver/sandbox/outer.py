@@ -76,5 +76,5 @@ def _described(backend: str, private: tuple[str, ...]) -> dict[str, Any]:
     os.waitpid(pid, 0)
     word, seen = json.loads(text or '["error", "the process that looked ended"]')
     if word != "ok":
-        raise OSError(f"What programs may see cannot be found out: {seen}")
+        raise OSError(f"Cannot determine which files programs may see: {seen}")
     return dict(seen)

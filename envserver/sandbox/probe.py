@@ -124,7 +124,7 @@ def remedies(backend: str) -> list[str]:
             return [*_landlock(), *_reachable_python()]
         case "docker":
             return [
-                "Start Docker or Podman, and be allowed to use it.",
+                "Start Docker or Podman, and give this user access to it.",
                 "Name an image with python3 (3.11 or newer), bash and git: --sandbox.docker_image "
                 "(one that the engine has, or with --sandbox.docker_pull missing).",
             ]
@@ -161,8 +161,8 @@ def _landlock() -> list[str]:
         return ["Turn Landlock on: Linux 6.12 or newer, and landlock in the kernel's lsm= list."]
     if version < LANDLOCK_ENOUGH:
         return [
-            f"This kernel's Landlock is version {version}; version {LANDLOCK_ENOUGH} (Linux 6.12) "
-            "is needed. --sandbox.backend landlock takes it all the same, at your own risk."
+            f"This kernel's Landlock is version {version}; version {LANDLOCK_ENOUGH} (Linux "
+            "6.12) is needed. --sandbox.backend landlock uses it anyway, at your own risk."
         ]
     return []
 
@@ -446,9 +446,9 @@ def _checks(private: Sequence[str]) -> dict[str, Callable[[Sandbox], Awaitable[O
         "network, processes and files of the server are out of reach": _keeps_apart,
         "no variable of the server is seen": _tells_no_secret,
         "graders and data of environments are hidden": partial(_hides_graders, private),
-        "time, memory and processes are bounded": _bounds_programs,
+        "time, memory and processes are limited": _bounds_programs,
         # the last: it may leave a full disk
-        "/work can be written, and is bounded": _bounds_workspace,
+        "/work is writable, and is limited": _bounds_workspace,
     }
 
 

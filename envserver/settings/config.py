@@ -49,13 +49,13 @@ class EnginesConfig(Section):
     """Watched file that lists engines: an address per line, or a JSON object with `url` and
     `version`."""
     poll_seconds: Positive = 5.0
-    """Seconds between two looks at `file`."""
+    """Seconds between reads of `file`."""
     from_server: bool | None = None
     """Use the engines that the server calls (only `join`); unset: if `openai.base_url` is none."""
     allow: list[str] = []
-    """Hosts at which engines may be registered: gpu1,*.gpu.local,10.0.0.0/8. Only they get
-    `openai.api_key`. Unset: all but those of this machine (with access tokens), and addresses of
-    cloud services; and none gets the key."""
+    """Hosts at which engines may be registered: gpu1,*.gpu.local,10.0.0.0/8. Only these get
+    `openai.api_key`. Unset: all except this machine (with access tokens) and the addresses of cloud
+    services; none gets the key."""
 
     @field_validator("allow")
     @classmethod
@@ -110,7 +110,7 @@ class TokensConfig(Section):
     """Largest share of the sampled tokens that flags may mask or drop. Above it, `serve` offers no
     further group with a larger share, and `process` ends with an error; 1: no limit."""
     untrained_window_groups: Count = 8
-    """Number of the latest groups that this share is taken of."""
+    """Number of latest groups over which this share is computed."""
     constraints: Literal["none", "forms", "all"] = "forms"
     """How agents may constrain what is sampled: not at all (none), by response_format, tool_choice
     and strict tools (forms), or also by logit_bias, structured_outputs and the like (all)."""
@@ -180,11 +180,11 @@ class OpenAIConfig(Section):
         if urls == [NO_ENGINE]:
             return NO_ENGINE
         if not urls:
-            raise ValueError("an address is needed, such as http://localhost:9001/v1")
+            raise ValueError("needs an address, such as http://localhost:9001/v1")
         for url in urls:
             check_url(url)
         if len(set(urls)) != len(urls):
-            raise ValueError("the same address twice")
+            raise ValueError("the same address is given twice")
         return urls[0] if len(urls) == 1 else urls
 
     @property
@@ -279,21 +279,21 @@ class WorkersConfig(Section):
     heartbeat_seconds: Positive = 1.0
     """Kill and replace a worker that sends no heartbeat for this many seconds."""
     memory_mb: int = Field(default=2048, ge=64)
-    """Memory limit of a sandboxed worker and its child processes, in MB. Another worker that the
-    kernel kills for lack of memory has ended itself if it held more, else the machine was short."""
+    """Memory limit of a sandboxed worker and its child processes, in MB. If the kernel kills
+    another worker for lack of memory, it is at fault if it held more, else the machine."""
     disk_mb: Count = 256
     """Disk limit of a sandboxed worker, in MB."""
     kill_grace_seconds: Amount = 2.0
     """Seconds between cancelling a rollout at its deadline and killing its process tree."""
     max_connections: int = Field(default=64, ge=2)
-    """Maximum connections of one rollout to the proxy; of more, the longest unused is closed."""
+    """Maximum connections of one rollout to the proxy; then the longest unused one is closed."""
     max_request_mb: float = Field(default=128, ge=1)
-    """Megabytes of requests of one rollout that the proxy holds at a time; then 429."""
+    """Megabytes of requests of one rollout that the proxy holds at a time; then HTTP 429."""
     max_requests_per_second: Positive = 100
     """Average requests of one rollout to the proxy per second, ten seconds' worth at once; further
-    ones wait for a moment, then 429."""
+    ones wait for a moment, then get HTTP 429."""
     max_recorded_mb: float = Field(default=64, ge=1)
-    """Megabytes that the requests of one rollout may take in its record, where what is repeated
+    """Megabytes that the requests of one rollout may take in its record, in which repeated content
     counts once; all rollouts together may have 32 times as much. More is refused (limit record)."""
     max_egress_requests: Natural = 200
     """Maximum requests of one rollout to hosts that its environment lists (`egress`)."""
@@ -311,12 +311,12 @@ class LocalSandboxConfig(Section):
     concurrent: Count = 32
     """Maximum concurrent sandboxes; further requests wait."""
     warm: int = Field(default=2, ge=2)
-    """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
-    number while more are asked for at once, never more than half of `concurrent`."""
+    """Maximum sandboxes kept ready for each list of preloaded modules: 2, up to this number while
+    more are requested at once, but never more than half of `concurrent`."""
     docker_image: str = ""
     """Default image of the backend `docker`; it needs python3, bash and git."""
     docker_pull: Literal["never", "missing"] = "never"
-    """Fetch images that the container engine does not have, or refuse what needs them."""
+    """Whether images that the container engine lacks are pulled (missing) or refused (never)."""
     docker_warm: Natural = 2
     """Containers kept started in advance for each image (and limits) in use; 0: none. All images
     together have at most `concurrent`."""
@@ -331,7 +331,7 @@ class SandboxConfig(LocalSandboxConfig):
 
     remote: str = ""
     """URLs of machines that run `envserver sandboxes serve`, separated by commas: programs run
-    there instead of here, on the machine with the most free room."""
+    there instead of here, on the machine with the most free capacity."""
     remote_token: SecretStr = SecretStr("")
     """Access token of these machines, with the role `environment`; never logged or written."""
     remote_token_file: Path | None = None
@@ -339,10 +339,10 @@ class SandboxConfig(LocalSandboxConfig):
     remote_ca_certs: Path | None = None
     """CA certificates (PEM) that verify these machines, for https; unset: those of this machine."""
     remote_certfile: Path | None = None
-    """Client certificate with its key (PEM), if these machines ask for one."""
+    """Client certificate with its key (PEM), if these machines require one."""
 
     maker: str | None = Field(default=None, pattern=r"^.+:\w+$")
-    """Class that makes sandboxes instead, such as a cloud's: package.module:Class or
+    """Class that makes the sandboxes instead, for example in a cloud: package.module:Class or
     path/to/file.py:Class (docs/sandboxes.md)."""
 
     @model_validator(mode="after")
@@ -363,7 +363,7 @@ class SandboxConfig(LocalSandboxConfig):
         for url in urls:
             check_url(url, "http://host:8100")
             if urlsplit(url).username:
-                raise ValueError("an address has no user")
+                raise ValueError("an address must not have a user name")
         return ",".join(dict.fromkeys(urls))
 
 
@@ -373,22 +373,22 @@ class SandboxMachineConfig(LocalSandboxConfig):
     concurrent: Count = 64
     """Maximum concurrent sandboxes of all clients together; further requests wait in order."""
     warm: int = Field(default=16, ge=2)
-    """Maximum sandboxes that stand ready for each list of preloaded modules: 2, and up to this
-    number while more are asked for at once, never more than half of `concurrent`."""
+    """Maximum sandboxes kept ready for each list of preloaded modules: 2, up to this number while
+    more are requested at once, but never more than half of `concurrent`."""
     room: Count | None = None
     """Maximum programs that run at a time, further ones wait in order; unset: one in each sandbox.
-    Programs that agents talk to, such as MCP servers, do not count."""
+    Interactive programs, such as MCP servers, do not count."""
     max_memory_mb: Count = 8192
-    """Largest memory limit, in MB, that a client may ask for; more is refused, as with the others.
-    """
+    """Largest memory limit, in MB, that a client may request; larger requests are refused, as
+    with the other limits."""
     max_disk_mb: Count = 4096
-    """Largest disk limit, in MB, that a client may ask for."""
+    """Largest disk limit, in MB, that a client may request."""
     max_processes: Count = 1024
-    """Largest number of processes that a client may ask for."""
+    """Largest number of processes that a client may request."""
     max_wall_seconds: Positive = 3600.0
-    """Longest time of one program, in seconds, that a client may ask for."""
+    """Longest time of one program, in seconds, that a client may request."""
     max_cpu_seconds: Positive = 3600.0
-    """Most CPU time of one program, in seconds, that a client may ask for."""
+    """Most CPU time of one program, in seconds, that a client may request."""
 
 
 class RolloutsConfig(DeliveryConfig):
@@ -400,15 +400,15 @@ class RolloutsConfig(DeliveryConfig):
     """Attempts per rollout if failures are not the model's fault."""
     worker_deaths: Count | None = 2
     """Attempts in which a rollout ends or blocks its worker, alone in it and after the model's
-    first answer, until it is scored as it stands (limit `crash`); at most `max_attempts`. null: it
-    is retried, then lost. A sandboxed rollout is scored the first time."""
+    first answer, until it is scored as it is (limit `crash`); at most `max_attempts`. null: it is
+    retried, then lost. A sandboxed rollout is scored the first time."""
     min_group_size: Count | None = None
     """Minimum size of a delivered group when rollouts were lost; unset: only complete groups."""
     failed_in_group: Missing = "shrink"
     """If a rollout fails for good, not by the model's fault: shrink the group without it (down to
     `min_group_size`) or drop the group. Failures that are the model's fault are always scored."""
     late_in_group: Missing = "shrink"
-    """The same for stragglers and stale rollouts; groups without them tend to short rollouts."""
+    """The same for stragglers and stale rollouts; groups without them favour short rollouts."""
     stragglers: Literal["cancel", "wait"] = "cancel"
     """At the end of the group's time: cancel unfinished rollouts, or wait for all of them."""
     group_timeout_seconds: Positive = 1800.0
@@ -518,6 +518,6 @@ class MixSettings(Settings):
     """Groups of all environments together before stopping; unset: `env.total_steps`, or each ends
     by itself."""
     track: list[TrackerName] = []
-    """Trackers that get the numbers and sample rollouts: wandb,trackio,mlflow,tensorboard,jsonl."""
+    """Trackers that get metrics and sample rollouts: wandb,trackio,mlflow,tensorboard,jsonl."""
     tracking: TrackingConfig = TrackingConfig()
     ray: RayConfig = RayConfig()

@@ -34,15 +34,15 @@ Truncated = Literal["score", "zero", "drop"]
 
 
 class HeldOutConfig(Section):
-    """Evaluates a held-out split while trainers train; the words are those of `evaluate`."""
+    """Evaluates a held-out split while trainers train; settings have the names of `evaluate`'s."""
 
     every: Count | None = None
     """Evaluate the first published policy version, and then the first at or after each multiple of
-    this number; unset: only when asked (POST /v1/evaluations)."""
+    this number; unset: only on request (POST /v1/evaluations)."""
     split: Split = "test"
     """Split of the tasks; not the one that is trained on."""
     total_steps: Count = 100
-    """Maximum number of tasks of each environment; each is tried once by a group."""
+    """Maximum number of tasks of each environment; each gets one group."""
     group_size: Count | None = None
     """Attempts at each task; unset: as in training."""
     temperature: Amount | None = None
@@ -63,11 +63,11 @@ class HeldOutConfig(Section):
     truncated: Truncated = "score"
     """How to count attempts in which the model was cut off: by their score, as 0, or not at all."""
     out: Path | None = None
-    """Folder of the evaluations, a folder each; unset: evaluations, beside the store."""
+    """Folder of the evaluations, each in its own; unset: evaluations, beside the store."""
 
 
 class TrackingConfig(Section):
-    """What trackers get (`--track wandb,trackio,mlflow,tensorboard,jsonl`)."""
+    """What trackers receive (`--track wandb,trackio,mlflow,tensorboard,jsonl`)."""
 
     project: str = "envserver"
     """Project, or experiment, at the tracker."""
@@ -77,7 +77,7 @@ class TrackingConfig(Section):
     """Folder for files that have no other place: W&B offline, MLflow's database, TensorBoard,
     JSON lines."""
     seconds: Positive = 30.0
-    """Seconds between two writes of numbers; nothing is written without a new group."""
+    """Seconds between writes of metrics; nothing is written without a new group."""
     close_seconds: Amount = 60.0
     """Seconds that the end of the run waits for trackers."""
     rollouts: Natural = 8
@@ -95,7 +95,7 @@ class CurriculumConfig(Section):
     discount: PositiveShare = 0.98
     """Weight of a result per policy version since it was made; lower values forget faster."""
     target: float = Field(default=0.5, gt=0, lt=1)
-    """difficulty: success probability of the most wanted tasks."""
+    """difficulty: success probability of the tasks that are preferred most."""
     sharpness: float = Field(default=2.0, gt=0, le=100)
     """difficulty: how fast the preference falls off; 2 with a target of 0.5 is p(1 - p)."""
     explore: PositiveShare = 0.2
@@ -111,9 +111,9 @@ class CurriculumConfig(Section):
     solved_attempts: Count = 8
     """Scored rollouts required before a task can be skipped."""
     solved_share: PositiveShare = 0.1
-    """Share of the times that such a task is not skipped."""
+    """Probability that such a task is not skipped."""
     unsolved_share: PositiveShare = 1.0
-    """Share of the times that a task is not skipped that was lately never solved (a mean reward of
+    """Probability that a task is not skipped although it was never solved lately (a mean reward of
     at most `unsolved_below` after `solved_attempts` rollouts), with any sampler; 1: never skip."""
     memory: int = Field(default=2048, ge=1, le=65536)
     """Tasks remembered per environment, to be repeated."""
@@ -126,12 +126,12 @@ class RayConfig(Section):
     """Ray cluster: auto (the one of this machine or job), or HOST:PORT; also `--ray ADDRESS`;
     unset: the environments run in this process."""
     runners: Count | None = None
-    """Number of runners, each with its own workers; unset: between `ray.min` and `ray.max`, as the
-    load wants."""
+    """Number of runners, each with its own workers; unset: between `ray.min` and `ray.max`,
+    depending on the load."""
     min: Count = 1
     """Minimum number of runners."""
     max: Count | None = None
-    """Maximum number of runners; unset: as many as the cluster has room for now."""
+    """Maximum number of runners; unset: as many as fit in the cluster now."""
     cpus: Amount = 1.0
     """CPUs that Ray reserves for a runner."""
     resources: dict[str, float] = {}
@@ -144,12 +144,12 @@ class RayConfig(Section):
     url: str = ""
     """Address at which the nodes reach this server; unset: this machine's in the cluster."""
     token: SecretStr = SecretStr("")
-    """Access token of the runners, with the role `environment`, if the server asks for tokens."""
+    """Access token of the runners, with the role `environment`, if the server requires tokens."""
     place_seconds: Amount = 5.0
-    """Seconds for a node to come on which a runner fits; longer where the cluster adds nodes from
-    none by itself."""
+    """Seconds to wait for a node that fits a runner; set it higher if the cluster adds its nodes on
+    demand."""
     idle_seconds: Amount = 60.0
-    """Seconds for which fewer runners must be enough before one is stopped."""
+    """Seconds that fewer runners must suffice before one is stopped."""
 
     @field_validator("runtime_env")
     @classmethod
@@ -161,7 +161,7 @@ class RayConfig(Section):
     @classmethod
     def _is_no_client(cls, value: str) -> str:
         if value.startswith("ray://"):
-            raise ValueError("Ray Client is not enough: run on a node, or with `ray job submit`")
+            raise ValueError("Ray Client is not supported: run on a node, or with `ray job submit`")
         return value
 
     @field_validator("url")
@@ -216,13 +216,13 @@ class HarnessConfig(Section):
     {model} and {mcp_url} are replaced, and OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and
     ANTHROPIC_API_KEY are set."""
     url: str | None = None
-    """Address of an agent that already runs: it gets each task by POST, and answers with its
+    """Address of an agent that is already running: it gets each task by POST and answers with its
     output."""
     base_url: str | None = None
     """With agent.url, where the agent reaches agent.port of this machine (the end of a tunnel):
     http://127.0.0.1:9200; unset: it is on this machine."""
     port: Port = 0
-    """Loopback port at which agents ask the model, for a tunnel; 0: any."""
+    """Loopback port at which agents call the model, for a tunnel; 0: any free one."""
     folder: Path | None = None
     """Folder of a program of yours, shown to it as {folder}; for an installed program, the folder
     of all installed ones."""
@@ -257,7 +257,7 @@ class HarnessConfig(Section):
 
 
 class JudgeConfig(Section):
-    """The model that `score` and `score_group` may ask (`self.judge`)."""
+    """The model that `score` and `score_group` may call (`self.judge`)."""
 
     base_url: str | None = None
     """Address of the judge's engine, an OpenAI-compatible server; unset: no judge."""
@@ -267,7 +267,7 @@ class JudgeConfig(Section):
     """API key of the judge's engine; it stays in the server: never logged, written or sent to a
     scorer."""
     timeout: Positive = 120.0
-    """Timeout in seconds of one answer, its repetitions after failures included."""
+    """Timeout in seconds of one answer, including retries after failures."""
     temperature: Amount = 0.0
     """Sampling temperature."""
     max_tokens: Count = 1024

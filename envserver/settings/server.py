@@ -61,7 +61,7 @@ class RetentionConfig(Section):
 
     acked_hours: Amount = 24.0
     """Hours until a group that every run has acknowledged is removed, except for its id. Groups
-    acknowledged since a run's second-last checkpoint are kept."""
+    acknowledged since a run's second-to-last checkpoint are kept."""
     max_gb: Positive | None = None
     """Remove such groups earlier while all groups take more than this many GB; unset: no limit."""
 
@@ -83,8 +83,7 @@ class ServerConfig(Section):
     machine."""
     takeover_seconds: float = Field(default=5.0, ge=1)
     """With `store_shared`: seconds without a sign of life after which the leading server's session
-    at the database is ended, so that another one takes over; one that is killed is noticed at
-    once."""
+    at the database is ended, so that another one takes over; a killed server is noticed at once."""
     max_body_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Maximum size of a request body after decompression."""
     lease_seconds: Positive = 600.0
@@ -101,7 +100,7 @@ class ServerConfig(Section):
     """`serve`: seconds for open groups to finish on shutdown; then they are cancelled, and what has
     not ended 15 seconds later is killed."""
     openenv_sessions: Natural = 64
-    """`serve`: maximum OpenEnv episodes in progress, each in the place of a rollout; 0: none."""
+    """`serve`: maximum OpenEnv episodes in progress, each counted as a rollout; 0: none."""
     openenv_idle_seconds: Positive = 600.0
     """Seconds without a message until an OpenEnv session is closed."""
     allowed_hosts: list[str] = []
@@ -154,8 +153,8 @@ class TelemetryConfig(Section):
     otlp_endpoint: str | None = None
     """Endpoint for traces (OTLP over HTTP), such as http://localhost:4318; unset: no traces."""
     otlp_texts: bool = False
-    """Traces hold prompts, answers, and what tools got and returned: without what looks like a
-    secret, and at most 32,768 characters in an attribute."""
+    """Include prompts, answers, and the input and output of tools in traces, without what looks
+    like a secret, and with at most 32,768 characters per attribute."""
     service_name: str = "envserver"
     """Service name in traces."""
     sample_ratio: Share = 1.0
@@ -193,18 +192,18 @@ class AlarmsConfig(Section):
     off: list[str] = []
     """Names of alarms that are not raised: no_trainer,equal_rewards."""
     span_minutes: Positive = 10.0
-    """Minutes over which shares and counts are taken."""
+    """Minutes over which shares and counts are computed."""
     fewest: Count = 20
-    """Groups or rollouts below which no share is judged."""
+    """Minimum number of groups or rollouts for an alarm about a share."""
     no_trainer_minutes: Amount = 10.0
     """Minutes without a lease while enough groups wait for a batch."""
     no_rollout_minutes: Amount = 10.0
-    """Minutes without an end of a rollout while rollouts run; at least four times as long as a
+    """Minutes without a finished rollout while rollouts run; at least four times as long as a
     rollout takes on average."""
     paused_minutes: Amount = 10.0
-    """Minutes in which model calls are paused."""
+    """Minutes for which model calls are paused."""
     unused_engine_minutes: Amount = 10.0
-    """Minutes in which an engine gets no calls: it is refused, unreachable, or has old weights."""
+    """Minutes for which an engine gets no calls: it is refused, unreachable, or has old weights."""
     lost_share: PositiveShare = 0.05
     """Share of rollouts that are lost, not by the model's fault."""
     stale_share: PositiveShare = 0.2

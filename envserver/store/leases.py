@@ -542,8 +542,8 @@ async def require_whole(tx: Transaction, run: str, name: str) -> int:
         query = select(of.name).where(of.run == run, of.ack_number >= gone)
         possible = list(await tx.connection.scalars(query.order_by(of.ack_number)))
         raise ConflictError(
-            f"The run {run} cannot rewind to the checkpoint {name}: groups that it acked after"
-            " it are no longer kept.",
+            f"The run {run} cannot rewind to the checkpoint {name}: groups that were "
+            "acknowledged after it are no longer kept.",
             hint=f"It can rewind to: {', '.join(possible)}." if possible else "",
             run=run,
             checkpoint=name,

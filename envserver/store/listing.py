@@ -61,7 +61,7 @@ def read_cursor(cursor: str, order: str, count: int) -> list[float]:
         raise InputError(
             f"The cursor {cursor[:80]!r} does not belong to the order {order!r}.",
             place="query.cursor",
-            hint="Send `cursor` as the page before gave it, with the same parameters.",
+            hint="Send the `cursor` of the previous page, with the same parameters.",
         )
     return [*made.values[:-1], int(made.values[-1])]
 

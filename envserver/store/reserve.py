@@ -62,10 +62,10 @@ class Reserve:
     def refusal(self) -> StoreFull:
         """Returns the error for new groups while the disk is full."""
         return StoreFull(
-            f"The disk of the store is full ({self._free_bytes() // 1_000_000} MB are free): new"
-            " groups are refused; leases and acks go on.",
-            hint=f"Free space until {self._needed() // 1_000_000} MB are free, or let trainers"
-            " acknowledge groups, whose space is used again.",
+            f"The disk of the store is full ({self._free_bytes() // 1_000_000} MB are free): new "
+            "groups are refused; leases and acks still work.",
+            hint=f"Free space until {self._needed() // 1_000_000} MB are free, or let trainers "
+            "acknowledge groups: their space is then reused.",
         )
 
     def _needed(self) -> int:

@@ -212,9 +212,9 @@ def conversations_split(at: Situation) -> Iterator[Alarm]:
         return
     first = at.facts.differs_at
     text = (
-        f"{percent(split / ended)} of the rollouts ({split:g} of {ended:g} {at.recently()}) "
-        f"have a row for each call ({flag})"
-        f"{f'; the engine first rendered otherwise at {short(first)}' if first else ''}."
+        f"{percent(split / ended)} of the rollouts ({split:g} of {ended:g} {at.recently()}) have "
+        "a row for each call "
+        f"({flag}){f'; the engine first rendered differently at {short(first)}' if first else ''}."
     )
     yield at.alarm("warning", text, f"#/groups?flag={flag}")
 
@@ -270,7 +270,7 @@ def engines_unused(at: Situation) -> Iterator[Alarm]:
         return
     seconds = curves.seconds_since(np.any([counts[one] > 0 for one in _UNUSED], axis=0))
     if listed and seconds >= 60 * at.config.unused_engine_minutes:
-        text = f"Engines have got no calls for {duration(seconds)}: {listed}."
+        text = f"Engines have received no calls for {duration(seconds)}: {listed}."
         yield at.alarm("warning", text, "#/engines", held=seconds)
 
 
@@ -301,7 +301,7 @@ def disk_full(at: Situation) -> Iterator[Alarm]:
     if "disk" in at.facts.broken:
         yield at.alarm("critical", f"The disk of the store is full: new groups are refused.{left}")
     elif free is not None and free < at.config.disk_free_gb * _GB:
-        yield at.alarm("warning", f"The disk of the store fills up.{left}")
+        yield at.alarm("warning", f"The disk of the store is almost full.{left}")
 
 
 @rule()
@@ -433,7 +433,7 @@ def reward_always(at: Situation) -> Iterator[Alarm]:
     severity, value, why = (
         ("critical", low, "the environment is broken, or its tasks are too hard")
         if bound == "lowest"
-        else ("warning", high, "its tasks are too easy, or the reward is cheated")
+        else ("warning", high, "its tasks are too easy, or the policy hacks the reward")
     )
     text = f"The reward of {at.environment} is always {value:g} {groups}: {why}."
     yield at.alarm(severity, text, at.groups(order="newest"))

@@ -92,7 +92,7 @@ counter worker_deaths{environment,kind} Worker deaths by kind
 gauge sandboxes{environment} Open sandboxes of agents
 gauge joined_environments{environment,standing} Environments on other machines: present, silent, \
 gone
-gauge joined_open_groups{environment} Groups they make
+gauge joined_open_groups{environment} Groups in progress on other machines
 counter stored_groups{environment} Groups stored, of this server's rollouts and others'
 counter stored_equal_groups{environment} Stored groups whose rewards are all equal
 counter stored_tokens{environment} Sampled tokens in stored groups
@@ -106,7 +106,7 @@ counter store_events{event} Events counted since the store was created
 histogram store_commit_seconds From the first statement until durable
 gauge store_waiting Operations waiting for a commit
 gauge loop_lag_p99_seconds 99th percentile of the delay over the last minute
-gauge part_ready{part} 1 while it is, as last seen
+gauge part_ready{part} 1 if it was ready when last checked
 gauge children_resident_bytes Resident memory of the child processes
 gauge followers Servers that follow this one
 """)
@@ -121,48 +121,48 @@ gauge evaluation{environment,measure} Results of the last evaluation of the held
 gauge evaluation_policy_version Policy version at the start of the last evaluation, -1 before any
 gauge evaluation_other_versions Rollouts of the last evaluation with tokens of another version
 gauge evaluation_running 1 while an evaluation runs
-counter evaluations{end} Evaluations by how they ended; skipped: not begun
-counter judge_calls{end} Calls to the judge by what answered them
+counter evaluations{end} Evaluations by outcome; skipped: not started
+counter judge_calls{end} Calls to the judge by outcome
 counter judge_again Calls repeated because an answer could not be read
 counter judge_tokens{kind} Tokens of the judge's engine
 counter judge_cost{currency} Cost of the judge's tokens
 histogram proxy_added_seconds{environment} Proxy time of answered calls, without the engine's (no \
 streams)
 gauge proxy_connections{environment} Open connections of agents
-counter proxy_refused{environment,bound} What was refused to agents over a bound of one rollout
-counter egress_requests{environment,end} Requests of agents to hosts outside by how they ended
+counter proxy_refused{environment,bound} Requests refused by a limit of one rollout
+counter egress_requests{environment,end} Requests of agents to hosts outside by outcome
 counter egress_bytes{environment} Bytes to and from hosts outside
 counter worker_restarts{environment} Workers replaced
 counter services{count} Counters of the environments' services
 gauge sandbox_machine_up{machine} 1 while it answers
 gauge sandbox_machine_places{machine} Maximum sandboxes
 gauge sandbox_machine_open{machine} Its open sandboxes, of all clients
-gauge sandbox_machine_waiting{machine} Requests for one, of all clients
-gauge sandbox_machine_own{machine} Sandboxes of this process there, with those that are wanted
+gauge sandbox_machine_waiting{machine} Requests waiting for a sandbox, of all clients
+gauge sandbox_machine_own{machine} Sandboxes of this process there, with requested ones
 counter sandbox_machine_events{machine,event} opened: sandboxes; unreachable, lost: failures of \
 the machine
-gauge joined_capacity_groups{environment} Groups that those present could make at a time
-gauge joined_wanted_groups{environment} Groups that trainers would have them make at a time; \
-scale runners by it
+gauge joined_capacity_groups{environment} Groups that present runners can make at a time
+gauge joined_wanted_groups{environment} Groups that they should make at a time for the \
+trainers; scale runners by it
 gauge deliveries{queue,environment,state} Groups by queue, environment and state
 counter groups_set_aside{reason} Groups that trainers set aside, by reason
 histogram store_commit_operations Operations in one commit
 gauge build_info{version,python} Version and build of this server
 gauge threads Threads of the server's process
 gauge children Processes below the server's
-gauge children_cpu_seconds CPU time of those that live, together; falls when one ends
+gauge children_cpu_seconds CPU time of the live ones together; falls when one ends
 counter http_requests{method,route,status} Requests answered, by route
-histogram http_request_seconds{route} Seconds from request to end of response, long polls included
+histogram http_request_seconds{route} Seconds from request to end of response, including long polls
 histogram loop_lag_seconds Delay of a task that wakes every 50 ms
 gauge ready 1 while every part works
 gauge leader 1 if this server leads those that share its store, 0 if it follows
 gauge alarms{name} Active alarms by name
 gauge sandboxes_open Open sandboxes
-gauge sandboxes_waiting Requests for one
+gauge sandboxes_waiting Requests waiting for a sandbox
 gauge sandboxes_limit Maximum sandboxes
-counter sandbox_programs{end} Programs by how they ended
-gauge sandbox_programs_running Programs that run
-gauge sandbox_programs_queued Programs that wait for room
+counter sandbox_programs{end} Programs by outcome
+gauge sandbox_programs_running Programs running
+gauge sandbox_programs_queued Programs waiting
 gauge sandbox_programs_limit Maximum programs at a time
 counter sandbox_programs_cpu_seconds CPU seconds of programs
 """)

@@ -49,12 +49,12 @@ def read_experts(text: str, size: int, start: int) -> RoutedExperts:
     except ValueError as error:
         raise EngineGarbage(f"The engine's routed experts cannot be read: {error}.") from error
     if table[:1].size > _MOST_PER_TOKEN:
-        raise EngineGarbage(f"The engine tells {table[:1].size} experts for each token.")
+        raise EngineGarbage(f"The engine reports {table[:1].size} experts for each token.")
     begin = size - 1 - len(table)
     if begin not in (0, start):
         raise EngineGarbage(
-            f"The engine's routed experts are of {len(table)} tokens; asked for were those of the "
-            f"tokens {start} to {size - 1}."
+            f"The engine's routed experts are of {len(table)} tokens; requested were tokens "
+            f"{start} to {size - 1}."
         )
     return experts_from(table, begin)
 
@@ -73,9 +73,9 @@ def joined(path: list[Call], mask: Mask) -> RoutedExperts | None:
         table = held.table[at - held.start :]
         if parts and table.shape[1:] != parts[0].shape[1:]:
             raise TokensError(
-                f"Call {call.index} tells routed experts of the form {table.shape[1:]}, an earlier "
-                f"call of the form {parts[0].shape[1:]}.",
-                hint="Engines of one model must be alike.",
+                f"Call {call.index} has routed experts of the shape {table.shape[1:]}, an "
+                f"earlier call of the shape {parts[0].shape[1:]}.",
+                hint="All engines of a model must return the same shape.",
             )
         parts.append(table)
         at += len(table)

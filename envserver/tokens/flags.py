@@ -28,26 +28,24 @@ FLAGS: dict[str, Flag] = {
     "missing_token_ids": Flag("drop", "the engine gave no token ids"),
     "missing_logprobs": Flag("drop", "the engine gave no logprobs"),
     "logprob_count_mismatch": Flag("drop", "ids, logprobs and the engine's count differ"),
-    "prompt_mismatch": Flag("drop", "the engine saw another prompt than it was sent"),
-    "other_model_served": Flag("drop", "another model than the one asked for answered"),
+    "prompt_mismatch": Flag("drop", "the engine saw a different prompt than it was sent"),
+    "other_model_served": Flag("drop", "a model other than the requested one answered"),
     "weights_lost": Flag("drop", "the engine was restarted and lost the published weights"),
     # The tokens are exact, but were cut or not acted on.
     "undelivered_completion": Flag("mask", "sampled, but the agent never got it"),
-    "finish_abort": Flag("mask", "the engine broke the answer off"),
+    "finish_abort": Flag("mask", "the engine aborted the answer"),
     "truncated_length": Flag("train", "cut off at the token limit"),
     "truncated_in_tool_call": Flag("train", "cut off in the middle of a tool call"),
     "extreme_logprob": Flag("mask", "a sampled token has a logprob below -1000"),
-    "stop_string_tail": Flag("train", "ended by a stop string: the tokens say more than the text"),
-    "parallel_calls_dropped": Flag(
-        "train", "several calls sampled, one shown: the agent wants one"
-    ),
+    "stop_string_tail": Flag("train", "ended by a stop string: the tokens hold more than the text"),
+    "parallel_calls_dropped": Flag("train", "several tool calls sampled, the agent takes only one"),
     "experts_missing": Flag("train", "the routed experts of some of its tokens are unknown"),
     "client_retry_replayed": Flag("train", "sent again to a retry of the same request"),
     "call_after_seal": Flag("train", "the agent sent calls after its rollout had ended"),
     "result_cut_off": Flag("train", "what rollout() returned was too large or too deep"),
     "result_text_replaced": Flag("train", "rollout() returned characters that cannot be stored"),
     "metrics_left_out": Flag("train", "too many metrics, or names too long or unprintable"),
-    "over_bound": Flag("train", "the agent asked more of the proxy at once than it may"),
+    "over_bound": Flag("train", "the agent exceeded a limit of the proxy"),
     "scorer_killed": Flag("train", "scored 0: its text used up the scorer's CPU seconds"),
     # What the agent saw is not all that was sampled.
     "lossy_detokenization": Flag("train", "the text cannot show some of the tokens"),
@@ -66,30 +64,30 @@ FLAGS: dict[str, Flag] = {
     "structured_output_masked": Flag("mask", "a grammar or bias masked the distribution"),
     "strict_dropped": Flag("train", "sampled without the grammar of the agent's strict tools"),
     "fields_ignored": Flag("train", "the agent sent fields that have no effect here"),
-    "unchecked_fields": Flag("train", "the run passed fields on that may bend the distribution"),
+    "unchecked_fields": Flag("train", "the run passed on fields that may change the distribution"),
     "top_p_active": Flag("train", "top_p cut the distribution that was sampled from"),
     # In rows of older versions; now each row says its temperature and which logprobs it has.
     "temperature_not_one": Flag("train", "logprobs from before the temperature was applied"),
     # How the prompt came to be.
     "assistant_edited": Flag("train", "the agent changed an answer before sending it back"),
     "unsampled_assistant_in_history": Flag("train", "an answer in the prompt was never sampled"),
-    "template_rewrites_history": Flag("train", "the chat template shows the past differently"),
+    "template_rewrites_history": Flag("train", "the chat template renders the past differently"),
     "think_stripped": Flag("train", "the chat template dropped earlier reasoning"),
     "think_kept": Flag("train", "earlier reasoning was kept that the template would drop"),
     "ambiguous_parent": Flag("train", "several recorded answers match; the latest was continued"),
-    "render_mismatch": Flag("train", "not continued: the engine renders the rollout otherwise"),
+    "render_mismatch": Flag("train", "not continued: the engine renders it differently"),
     "suffix_refused": Flag("train", "the conversation could not be continued exactly"),
     "multimodal_unstitched": Flag("train", "images or audio: the engine rendered the prompt"),
-    "images_unplaced": Flag("mask", "which tokens of the prompt stand for its images is unknown"),
+    "images_unplaced": Flag("mask", "unknown which tokens of the prompt are its images"),
     # Hosts outside that agents reach through the server.
-    "egress_refused": Flag("train", "the agent asked for a host or an amount that it may not have"),
+    "egress_refused": Flag("train", "the agent exceeded its rights or limits of egress"),
     # Who played.
-    "foreign_agent": Flag("train", "another program played the agent (--agent)"),
+    "foreign_agent": Flag("train", "an external agent ran it (--agent)"),
     # Leaks of the task on the web; the environment decides what such a rollout is worth.
     "web_leak_dropped": Flag("train", "a page that reveals the answer was hidden from the agent"),
-    "web_leak_seen": Flag("train", "the agent was shown what gives the task away"),
+    "web_leak_seen": Flag("train", "the agent was shown something that reveals the answer"),
     # The engine failed, and the agent went on.
-    "engine_error_seen": Flag("train", "the engine failed and the agent went on"),
+    "engine_error_seen": Flag("train", "the engine failed and the agent continued"),
 }
 
 

@@ -186,8 +186,8 @@ class McpServer:
             raise ConfigError(f"The MCP server {self.name!r} needs a command or a url, not both.")
         if self.in_sandbox and (self.shared or not self.command):
             raise ConfigError(
-                f"The MCP server {self.name!r} cannot be in a sandbox: that is for a command which "
-                "each rollout starts by itself."
+                f"The MCP server {self.name!r} cannot run in a sandbox: only a command that each "
+                "rollout starts can."
             )
 
     @property

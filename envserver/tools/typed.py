@@ -141,7 +141,7 @@ def tool(
         text, texts = parse_docstring(inspect.getdoc(function) or "")
         text = text if description is None else description
         if not text:
-            lost = " Python was told to drop all of them (-OO)." if sys.flags.optimize > 1 else ""
+            lost = " Python removed it (-OO)." if sys.flags.optimize > 1 else ""
             raise TypeError(
                 f"The tool {named!r} needs a docstring: the model reads what it does.{lost}"
             )

@@ -312,7 +312,7 @@ class AtroposService:
                 batch = await self._deliver(leased, lease_id)
                 if batch is not None:
                     return batch
-            return Batch(None, "the groups of the batch are gone; ask again")
+            return Batch(None, "the groups of the batch are gone; try again")
 
     async def _find_lease(self, lease_id: str) -> LeaseFacts | None:
         try:
@@ -426,7 +426,7 @@ class AtroposService:
                 return
             except ConflictError as error:
                 log.info("group_leased_while_dropping", why=error.message)
-        raise ConflictError("Groups are being taken faster than they can be dropped; ask again.")
+        raise ConflictError("Groups are being leased faster than they can be dropped; try again.")
 
     def _others_take(self, row: GroupRow) -> bool:
         return row.state == "queued" and any(

@@ -54,7 +54,7 @@ class RunRequest(Body):
     @model_validator(mode="after")
     def _one_way_back(self) -> RunRequest:
         if self.from_start and self.checkpoint is not None:
-            raise ValueError("checkpoint and from_start are two ways back")
+            raise ValueError("give checkpoint or from_start, not both")
         return self
 
 
@@ -127,7 +127,7 @@ class Nack(LeaseReference):
     @model_validator(mode="after")
     def _says_why(self) -> Nack:
         if self.group_ids is not None and not self.reason:
-            raise ValueError("groups are set aside for a reason")
+            raise ValueError("setting groups aside needs a reason")
         return self
 
 

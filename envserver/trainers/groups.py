@@ -97,7 +97,7 @@ class GroupSearch(GroupFilter):
     """words in its conversations or outputs; a page searches 256 groups at most, and may have none
     and still a cursor"""
     cursor: _Name = ""
-    """of the page before; empty: the first page"""
+    """from the previous page; empty: the first page"""
     limit: int = Field(100, ge=1, le=MOST_GROUPS)
 
 
@@ -309,7 +309,7 @@ async def _read_group(store: GroupLookups, group_id: str) -> tuple[GroupRow, Gro
     (stored,) = await store.rows([group_id])
     if stored.format != "group":
         raise ConflictError(
-            f"{group_id} was posted over the Atropos wire, which has rows and no rollouts.",
+            f"{group_id} was posted over the Atropos wire, which has rows but no rollouts.",
             hint="GET /v1/groups/ID has all of it.",
         )
     (body,) = await store.bodies([group_id])
@@ -392,7 +392,7 @@ def add_task_routes(router: APIRouter, store: GroupLookups) -> None:
             Query(description="best, worst: by mean reward; widest: spread; most: groups"),
         ] = "newest",
         cursor: Annotated[
-            str, Query(max_length=1024, pattern=_PLAIN, description="of the page before")
+            str, Query(max_length=1024, pattern=_PLAIN, description="from the previous page")
         ] = "",
         limit: Annotated[int, Query(ge=1, le=MOST_GROUPS, description="maximum number")] = 100,
     ) -> Response:

@@ -62,8 +62,7 @@ class FilterWarnings:
         warnings = self.of_names(wanted.environments or ())
         if wanted.max_staleness is not None and self._policy.version == UNKNOWN_VERSION:
             warnings.append(
-                "max_staleness filters nothing: no policy version is published"
-                " (POST /v1/policy-version)."
+                "max_staleness has no effect: publish a policy version (POST /v1/policy-version)."
             )
         return warnings
 
@@ -172,7 +171,7 @@ class Leasing:
         ids = {lease.lease_id for lease in held}
         if len(held) >= self._settings.max_open_leases and lease_id not in ids:
             raise TooManyRequests(
-                f"The run {run} has {len(held)} leases open; more after an ack or nack.", 1
+                f"The run {run} has {len(held)} open leases, the maximum; ack or nack some.", 1
             )
 
 

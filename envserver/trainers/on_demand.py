@@ -156,6 +156,6 @@ def _require_room(orders: Orders, order: GroupsOrder) -> None:
         return
     if orders.open_rollouts + order.rollouts > _MOST_ROLLOUTS:
         raise TooManyRequests(
-            f"{orders.open_rollouts} ordered rollouts are being made; more when some are done.",
+            f"{orders.open_rollouts} ordered rollouts are in progress; wait until some are done.",
             _AGAIN_SECONDS,
         )

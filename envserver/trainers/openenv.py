@@ -193,9 +193,9 @@ class Session:
 
     def _current(self) -> tuple[Episode, Asked]:
         if self._episode is None:
-            raise ConflictError("There is no episode yet: reset begins one.")
+            raise ConflictError("There is no episode yet: send reset first.")
         if self._asked is None:
-            raise ConflictError("The episode is over: reset begins another.")
+            raise ConflictError("The episode is over: send reset for another.")
         return self._episode, self._asked
 
     async def _list_tools(self) -> Answer:
@@ -279,7 +279,7 @@ def _newest(messages: list[Message], seen: int) -> str:
 def _as_mcp(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise InputError("This environment offers a tool that is no function.")
+        raise InputError("This environment offers a tool that is not a function.")
     return {
         "name": function.get("name", ""),
         "description": function.get("description") or "",
@@ -295,7 +295,7 @@ _FAILED: Final = -32603
 
 async def answer_rpc(request: Any, session: Session | None) -> dict[str, Any]:
     if not isinstance(request, dict) or request.get("jsonrpc") != "2.0":
-        return rpc_error(None, INVALID_REQUEST, "This is no JSON-RPC 2.0 request.")
+        return rpc_error(None, INVALID_REQUEST, "This is not a JSON-RPC 2.0 request.")
     number, method, params = request.get("id"), request.get("method"), request.get("params") or {}
     if not isinstance(number, str | int | float | None):
         return rpc_error(None, INVALID_REQUEST, "id must be a string or a number.")
@@ -387,7 +387,7 @@ async def _answer_all(
             async with asyncio.timeout(idle_seconds):
                 text = await incoming.get()
         except TimeoutError:
-            silence = _error(f"Nothing came for {idle_seconds:g} seconds.", "SESSION_ERROR")
+            silence = _error(f"No message arrived for {idle_seconds:g} seconds.", "SESSION_ERROR")
             await websocket.send_text(orjson.dumps(silence).decode())
             return
         answer = await _answered(text, session)

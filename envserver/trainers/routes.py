@@ -107,7 +107,7 @@ def add_session_routes(router: APIRouter, logins: Logins | None) -> None:
                 "only: use HTTPS, or an SSH tunnel.",
             )
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            raise NotJson("A login is JSON.")
+            raise NotJson("A login must be JSON.")
         wanted = await read_body(request, SessionRequest)
         token = logins.log_in(wanted.token, request.client.host if request.client else "")
         answer = _answer(token.model_copy(update={"role": "reader"}), needs_login=False)

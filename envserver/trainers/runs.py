@@ -148,7 +148,7 @@ async def _created(store: Store, wanted: RunRequest) -> tuple[bool, Run]:
     if wanted.delivery not in (None, run.delivery):
         raise ConflictError(
             f"The run {run.name} is {run.delivery}, and cannot become {wanted.delivery}.",
-            hint="Take another name.",
+            hint="Choose another name.",
             run=run.name,
         )
     if run.state == "closed":
@@ -208,7 +208,7 @@ def add_lease_routes(
             body=LeaseRequest,
             media_types=(GROUPS_MSGPACK,),
             what="A lease.",
-            also={204: {"description": "Nothing that fits came in time."}},
+            also={204: {"description": "No matching groups arrived in time."}},
         ),
     )
     async def lease(run: str, request: Request) -> Response:

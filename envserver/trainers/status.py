@@ -298,7 +298,7 @@ def add_source_routes(
     makes_rollouts: bool,
     evaluated: Callable[[], bool],
 ) -> None:
-    @router.get("/v1/source", **route(SourceAnswer, what="What can be looked at."))
+    @router.get("/v1/source", **route(SourceAnswer, what="What the page can show."))
     async def source() -> Response:
         """Returns what this server shows: the page has a menu of these parts."""
         return json_answer(

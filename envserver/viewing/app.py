@@ -113,7 +113,7 @@ def create_relay(url: str, http: httpx.AsyncClient) -> FastAPI:
     @app.get("/{path:path}")
     async def relay(path: str, request: Request) -> Response:
         if not _is_readable(f"/{path}"):
-            return error_answer(f"/{path}", 404, "There is no such thing to read.")
+            return error_answer(f"/{path}", 404, "The resource does not exist.")
         return await _relayed(http, url, request)
 
     guard(app)
@@ -147,7 +147,7 @@ async def _relayed(http: httpx.AsyncClient, url: str, request: Request) -> Respo
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         await answer.aclose()
         raise ServerOutOfReach(
-            f"{url} asks for an access token.", hint="ENVSERVER_TOKEN holds it; then start again."
+            f"{url} requires an access token.", hint="ENVSERVER_TOKEN holds it; then start again."
         )
     return StreamingResponse(
         _parts(answer), answer.status_code, kept, background=BackgroundTask(answer.aclose)

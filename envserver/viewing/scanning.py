@@ -250,7 +250,7 @@ class Documents:
             body = orjson.dumps(line, default=str)
             facts = facts_of_line(body, self._place)
             if facts is None:
-                raise ValueError("a value has another form than it should")
+                raise ValueError("a value has the wrong type")
         except (InputError, TypeError, ValueError, LookupError, AttributeError) as error:
             yield InputError(f"{self._place} is not a trajectory: {error}.", place=self._place)
         else:

@@ -54,13 +54,13 @@ class Viewed(msgspec.Struct, frozen=True):
 
 def viewed(places: Sequence[str]) -> Viewed:
     if pipes := [place for place in places if place == "-" or Path(place).is_fifo()]:
-        raise ConfigError(f"{pipes[0]} is a pipe, which cannot be looked at twice.")
+        raise ConfigError(f"{pipes[0]} is a pipe, which cannot be read twice.")
     titles = [_title(place) for place in places]
     alone = [kind for place in places if (kind := _alone(place))]
     if alone and len(places) > 1:
         raise ConfigError(
-            f"A {alone[0]} is looked at alone.",
-            hint="Several places are files or folders of runs that are compared.",
+            f"A {alone[0]} can only be viewed alone.",
+            hint="To compare runs, give files or folders.",
         )
     if alone:
         return Viewed(alone[0], titles[0], list(places))

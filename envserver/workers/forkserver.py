@@ -395,5 +395,5 @@ def _import_all(environment: type[Environment]) -> None:
         try:
             import_for(environment.__module__, name)
         except ImportError as error:
-            message = f"Environment {environment.name!r} wants {name!r} preloaded: {error}."
+            message = f"Environment {environment.name!r} cannot preload {name!r}: {error}."
             raise ConfigError(message, hint="Install it, or leave it out of `preload`.") from error

@@ -301,9 +301,9 @@ async def play(
     run.log("agent_ended", agent=spec.name, **about)
     if ending == "not_started":
         raise AgentError(
-            f"The agent {spec.name!r} ended without asking the model ({_status(ended.status)}): "
+            f"The agent {spec.name!r} ended without calling the model ({_status(ended.status)}): "
             f"{ended.said[-_SAID:].strip()}",
-            hint="Does it ask the address that it is given?",
+            hint="Does it use the address that it is given?",
         )
     if ending == "timed_out":
         raise LimitReached("The time of this rollout is used up.", limit="time")

@@ -227,7 +227,7 @@ SENTENCES = (
     r"% of the sampled tokens of masked .*structured_output",
     r"No trainer has leased for \d+ .*, while [\d,]+ groups? wait",
     r"A commit of the store takes",
-    r"The disk of the store fills up",
+    r"The disk of the store is almost full",
     r"Model calls have been paused for",
 )
 

@@ -204,7 +204,7 @@ def test_push_without_a_token_shows_what_would_be_shared(
     ended = typed(f"env push {place} --to me/sums", tmp_path)
     names = ["README.md", "environment.yaml", "my_sums/__init__.py", "pyproject.toml"]
     assert ended.stdout.split() == [f"hf://datasets/me/sums/{name}" for name in names]
-    assert "nothing was uploaded of sums 1.0" in ended.stderr
+    assert "sums 1.0 was not uploaded" in ended.stderr
     assert (place / "README.md").read_text() == "# Sums\n"
 
     # What nobody should use is refused.

@@ -59,7 +59,7 @@ def test_engine_is_started_again_when_it_dies_and_goes_with_us(tmp_path: Path, m
         assert asked[-2:] == ["--max-num-seqs", "4"]
         first = pids(tmp_path)
         os.kill(first[0], signal.SIGKILL)
-        ours.wait_for(r"ended by itself \(status 137\); it is started again in 1 s")
+        ours.wait_for(r"exited unexpectedly \(status 137\); restarting in 1 s")
         ours.until(lambda: len(pids(tmp_path)) == 4)
         ours.until(lambda: _answers(url))
         assert not any(map(alive, first))
@@ -86,7 +86,7 @@ def test_without_vllm_the_local_engine_is_used_and_why_is_said(tmp_path: Path, m
     said = typed(f"{line} --local_args=--no-such-word", tmp_path, status=1).stderr.splitlines()
     (why,) = [line for line in said if "The local engine is used" in line]
     assert "RuntimeError: no accelerator was found" in why
-    assert "The local engine ended before it answered" in said[-1]
+    assert "The local engine exited before it answered" in said[-1]
     assert "The local engine" not in typed(f"{line} --backend vllm", tmp_path, status=1).stderr
     missing = typed(f"models start {model} --backend vllm", tmp_path, status=2)
     assert "vLLM is not installed" in missing.stderr

@@ -174,7 +174,7 @@ def test_a_third_interrupt_kills_also_what_does_not_answer(folder: Path) -> None
         below = descendants(stopped.pid)
         for pid in below:
             os.kill(pid, signal.SIGSTOP)
-        for said in ("again stops at once", "again kills"):
+        for said in ("second signal stops at once", "third signal kills"):
             stopped.send(signal.SIGINT)
             stopped.wait_for(said)
         stopped.send(signal.SIGINT)

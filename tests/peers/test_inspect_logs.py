@@ -321,4 +321,4 @@ def test_logs_of_others_and_broken_ones(inspect_python: Path, tmp_path: Path) ->
     done = convert("c.eval", "d.eval")
     assert done.returncode == 1
     for line, name in zip(done.stdout.splitlines(), ("c.eval", "d.eval"), strict=True):
-        assert line.startswith(f"{folder / name}: no log of Inspect: ")
+        assert line.startswith(f"{folder / name}: not a log of Inspect: ")

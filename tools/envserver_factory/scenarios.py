@@ -175,7 +175,7 @@ def _is_there(task: Task, out: Path) -> bool:
     for key in ("scenario", "label", "prompt", "seed"):
         if trace.get(key) != task.public[key]:
             raise ConflictError(
-                f"{path} is of another run: its {key} is another than now.",
+                f"{path} belongs to another run: its {key} differs.",
                 hint="Name another folder by --out, or another --label; or --overwrite.",
             )
     return True

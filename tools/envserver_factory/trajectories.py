@@ -105,7 +105,7 @@ def inspect_documents(path: Path) -> Iterator[Document]:
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001 - inspect_ai raises what ZIP, JSON, pydantic raise
-            yield Document(path, None, None, f"no log of Inspect: {_why(error)}", size)
+            yield Document(path, None, None, f"not a log of Inspect: {_why(error)}", size)
             return
         number += 1
         value, problem = _read(sample)
@@ -245,7 +245,7 @@ def objects(sources: Sequence[str]) -> Iterator[Document]:
     for document in documents(files_of(sources)):
         problem = document.problem
         if problem is None and not isinstance(document.value, dict):
-            problem = "no JSON object"
+            problem = "not a JSON object"
         if problem is not None:
             raise InputError(f"{document.place}: {problem}.", place=document.place)
         yield document
@@ -295,13 +295,13 @@ def _parsed(path: Path, line: int | None, data: bytes) -> Document:
         text = data.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_refuse)
     except UnicodeDecodeError as error:
-        problem = f"no UTF-8: {error.reason} at byte {error.start}"
+        problem = f"not UTF-8: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
-        problem = f"no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        problem = f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
     except ValueError as error:
-        problem = f"no JSON: {error}"
+        problem = f"not JSON: {error}"
     except RecursionError:
-        problem = "no JSON: nested too deeply"
+        problem = "not JSON: nested too deeply"
     else:
         return Document(path, line, value, None, len(data))
     return Document(path, line, None, problem, len(data))

@@ -375,7 +375,7 @@ def _windows(config: Any) -> dict[str, int | None]:
     known = {"full_attention": None, "sliding_attention": window}
     if foreign := kinds - known.keys():
         raise ConfigError(
-            f"The local engine does not know layers of the kind {', '.join(sorted(foreign))}.",
+            f"The local engine does not support layers of the kind {', '.join(sorted(foreign))}.",
             hint=kv_cache.OTHERS,
         )
     if not kinds:

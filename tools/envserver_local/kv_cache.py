@@ -47,7 +47,7 @@ def attend(
     attend.
     """
     if any(kwargs.get(name) is not None for name in _FOREIGN):
-        raise ConfigError("The local engine does not know this model's attention.", hint=OTHERS)
+        raise ConfigError("The local engine does not support this model's attention.", hint=OTHERS)
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.shape[2] == 1 or softcap is not None:

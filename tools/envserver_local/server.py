@@ -99,15 +99,15 @@ class Metrics(Collector):
         prefixes = runner.generator.prefixes
         gauges = {
             "num_requests_running": ("Answers being sampled.", len(scheduler.running)),
-            "num_requests_waiting": ("Answers in line.", len(scheduler.waiting)),
-            "kv_cache_usage_perc": ("Share of the room for keys and values.", scheduler.share),
+            "num_requests_waiting": ("Answers waiting.", len(scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of the KV cache in use.", scheduler.share),
         }
         counters = {
-            "num_preemptions": ("Answers put back in line.", runner.displaced),
+            "num_preemptions": ("Answers put back into the queue.", runner.displaced),
             "prompt_tokens": ("Tokens of prompts.", runner.read_tokens),
             "generation_tokens": ("Tokens sampled.", runner.sampled_tokens),
-            "prefix_cache_queries": ("Tokens looked for among old ones.", prefixes.asked),
-            "prefix_cache_hits": ("Tokens found among old ones.", prefixes.found),
+            "prefix_cache_queries": ("Tokens looked up in the prefix cache.", prefixes.asked),
+            "prefix_cache_hits": ("Tokens found in the prefix cache.", prefixes.found),
             "iterations": ("Steps of the batch.", runner.steps),
         }
         for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
@@ -217,7 +217,7 @@ class Control:
         folder = body.kwargs.get("weights_path")
         if body.method != "reload_weights" or not isinstance(folder, str):
             raise EngineRefused(
-                "The local engine knows the method reload_weights with a `weights_path` only.",
+                "The local engine supports only the method reload_weights, with a `weights_path`.",
                 status=400,
                 param="method",
             )
@@ -508,7 +508,7 @@ def check(generator: Generator) -> float:
         generator.forget()
     if not difference <= _TOLERANCES.get(model.dtype, _ROUGH):
         raise ConfigError(
-            f"The local engine computes {type(model).__name__} otherwise than transformers: a "
+            f"The local engine computes {type(model).__name__} differently than transformers: a "
             f"logprob differs by {difference:.2g}.",
             hint=kv_cache.OTHERS,
         )

@@ -129,7 +129,7 @@ class Receiver:
         """Receives the next bucket; `paused`: the engine does not sample."""
         missing, self._missing = self._missing, None
         if not paused:
-            raise _refused("The engine samples: pause it before its weights change.", 409)
+            raise _refused("The engine is sampling: pause it before its weights change.", 409)
         if missing is None or self._group is None:
             raise _refused("No weight update was started, or no trainer is connected.")
         try:
@@ -220,7 +220,7 @@ class Adapters:
         if name in self._loaded and not replace:
             raise InputError(
                 f"The lora adapter {name!r} has already been loaded.",
-                hint="Send load_inplace: true to load it anew.",
+                hint="Send load_inplace: true to load it again.",
             )
         adapter = Adapter(name, folder, self._read(folder))
         for layer in adapter.layers:
@@ -295,7 +295,7 @@ def _config(folder: Path) -> dict[str, Any]:
     foreign = [name for name, plain in _PLAIN.items() if config.get(name, plain) not in (plain, [])]
     foreign += [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
     if foreign:
-        raise InputError(f"The adapter in {folder} uses {', '.join(foreign)}: not known here.")
+        raise InputError(f"The adapter in {folder} uses {', '.join(foreign)}: not supported.")
     return config
 
 

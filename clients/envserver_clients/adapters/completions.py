@@ -115,8 +115,8 @@ def check_spans(spans: Iterable[SamplingSpan], temperature: float | None, settin
             )
         if temperature is not None and span.temperature != temperature:
             raise InputError(
-                f"Rows were sampled at temperature {span.temperature:g}, the trainer divides by "
-                f"{temperature:g}.",
+                f"Rows were sampled at temperature {span.temperature:g}, but the trainer divides "
+                f"by {temperature:g}.",
                 hint=f"Set {setting} and the server's --sampling.temperature to the same number.",
                 place="sampling",
             )

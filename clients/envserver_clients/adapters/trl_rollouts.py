@@ -203,7 +203,7 @@ def rows_of(trajectories: Sequence[Trajectory | None], agent: str | None = None)
     made = next((row for row in found if row is not None), None)
     if made is None:
         raise RolloutsLost(
-            f"All {len(trajectories)} rollouts failed, none by the model's fault.",
+            f"All {len(trajectories)} rollouts failed, none through the model's fault.",
             hint="The server's GET /v1/status shows what failed.",
         )
     empty = TrlRow(made.prompt_ids, made.completion_ids[-1:], [0.0], [0], None, False, -1)

@@ -58,7 +58,7 @@ class AdvantageSettings:
         if self.baseline == "none" and self.scaling == "std":
             yield (
                 "advantage std needs a baseline: without it rewards are not compared in the group.",
-                "Take --advantage mean, with --whiten to compare them over the batch.",
+                "Use --advantage mean, with --whiten to compare them over the batch.",
             )
         if self.overlong_tokens is not None and self.overlong_buffer > self.overlong_tokens:
             yield "overlong_buffer is more than overlong_tokens.", "It is their last part."

@@ -108,7 +108,7 @@ class Guard:
             kind = MismatchError if reason == "mismatch" else NothingLearned
             setting = "--waste-patience" if is_waste else "--patience"
             raise kind(
-                f"{message} So it was in {self._in_a_row} batches in a row ({setting}).",
+                f"{message} This happened in {self._in_a_row} batches in a row ({setting}).",
                 hint=hint,
                 reason=reason,
             )

@@ -94,8 +94,8 @@ class TrainerSettings(BaseModel):
     groups: PositiveInt = 8
     """Groups per batch, which is one optimizer step."""
     dynamic_sampling: bool = False
-    """Learn from batches that are full of groups that teach: those whose rewards are all equal are
-    set aside, and others take their places (DAPO). The server does the same for all its trainers by
+    """Learn from batches that are full of groups that teach: groups whose rewards are all equal are
+    set aside and replaced by others (DAPO). The server does the same for all its trainers by
     --env.ensure_scores_are_not_same."""
     group_size: PositiveInt = 8
     """Trajectories per group; only used by the Atropos wire."""
@@ -124,8 +124,8 @@ class TrainerSettings(BaseModel):
     """Weights of named rewards, such as correct=1,format=0.5: each is compared in the group by
     itself (GDPO). Default: the reward as it is."""
     overlong_tokens: PositiveInt | None = None
-    """Longest wanted answer, in trained tokens: the last `overlong_buffer` of them lower the reward
-    by up to `overlong_penalty` (DAPO). Default: no such penalty."""
+    """Longest desired answer, in trained tokens: the last `overlong_buffer` of them lower the
+    reward by up to `overlong_penalty` (DAPO). Default: no such penalty."""
     overlong_buffer: PositiveInt = 4096
     """Number of tokens over which that penalty rises."""
     overlong_penalty: NonNegativeFloat = 1.0

@@ -338,7 +338,7 @@ class VertexSettings(BaseModel):
     dry_run: bool = False
     """Prepare the data and print the requests; sends nothing and needs no credentials."""
     poll_seconds: PositiveFloat = 30.0
-    """Seconds between two looks at the job."""
+    """Seconds between checks of the job."""
     patience_minutes: PositiveFloat = 60.0
     """Stop watching after this time without an answer; the job continues."""
     endpoint: str = ""

@@ -112,7 +112,7 @@ def _explained(error: Exception, source: Source) -> EnvserverError:
             return ConfigError(f"{source.repo} has no revision {source.revision!r}.")
         case errors.RepositoryNotFoundError():
             return ConfigError(
-                f"{source.repo} is not there, or not for you.",
+                f"{source.repo} does not exist, or you have no access to it.",
                 hint=f"Look at {page}, and {log_in}.",
             )
         case errors.OfflineModeIsEnabled():

@@ -293,8 +293,8 @@ class Gaia(DataEnvironment):
             if split == "train" and not config.train_on_gaia:
                 raise ConfigError(
                     "GAIA's authors ask not to train on its tasks.",
-                    hint="--env.split validation evaluates; --env.train_on_gaia true trains all "
-                    "the same; for training, take data_set sample or own tasks in data_path.",
+                    hint="--env.split validation evaluates; --env.train_on_gaia true trains "
+                    "anyway; for training, use data_set sample or your own data_path.",
                 )
             split = "validation"
         return read_copy(copy, split, config.seed, config.columns)

@@ -174,7 +174,7 @@ def asked_task(question: str, repository: Path, *, confirm: bool) -> Task:
         raise InputError(f"{str(repository)!r} is not a folder.", hint="Name one with --repo.")
     if confirm and not sys.stdin.isatty():
         raise InputError(
-            "Each command is to be confirmed, and there is no terminal to ask on.",
+            "Commands must be confirmed, but there is no terminal to ask on.",
             hint="--yolo runs them without asking (in the sandbox).",
         )
     folder_tree(str(folder))

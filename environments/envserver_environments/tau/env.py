@@ -65,7 +65,7 @@ class Tau(DataEnvironment):
         task_split: str | None = None
         """The domain's own split name (base, small, full); unset: chosen by `split`."""
         user: UserKind = "auto"
-        """Who plays the customer. script: the task's script; model: the model of agents.user;
+        """What acts as the customer. script: the task's script; model: the model of agents.user;
         auto: the script if the task has one."""
         protocol: Protocol = "tools"
         """How the assistant calls tools. tools: tool calls; text: THOUGHT, TOOL_CALL and FINAL in

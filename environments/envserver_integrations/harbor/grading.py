@@ -69,10 +69,10 @@ def read_task(folder: Path) -> HarborTask:
         raise InputError(f"{folder.name} is not a readable task: {error}") from error
     environment, verifier = _table(facts, "environment"), _table(facts, "verifier")
     if verifier.get("environment_mode", "shared") != "shared" or verifier.get("collect"):
-        raise InputError(f"{folder.name}: tests in another container are not possible here.")
+        raise InputError(f"{folder.name}: tests in another container are not supported.")
     for name in _NOT_HERE:
         if environment.get(name):
-            raise InputError(f"{folder.name}: environment.{name} is not possible here.")
+            raise InputError(f"{folder.name}: environment.{name} is not supported.")
     _check_links(folder)
     tests = _files(folder / "tests")
     if "test.sh" not in tests:

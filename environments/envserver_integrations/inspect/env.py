@@ -162,7 +162,7 @@ class InspectTask(Environment):
             if set(values) == set(scoring.named_scorers(self._task)):
                 return self._reward(values)
             if outcome is not None and result.limit is not None:
-                return Score(error="A limit ended the rollout before its scorers had ended.")
+                return Score(error="A limit ended the rollout before its scorers had finished.")
             return Score(reward=0.0)
         state = outcome.state if outcome is not None else None
         state = state or await scoring.state_of_result(result)

@@ -88,7 +88,7 @@ def _number(name: str, value: Any, bounds: tuple[float, float]) -> float:
     if not low <= value <= high:
         raise ConfigError(
             f"The scorer {name} gave {value:g}, which is not between {low:g} and {high:g}.",
-            hint="--env.lowest_value and --env.highest_value say which there are.",
+            hint="--env.lowest_value and --env.highest_value set the range.",
         )
     return (float(value) - low) / (high - low)
 

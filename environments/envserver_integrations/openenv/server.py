@@ -39,7 +39,7 @@ def step_result(data: Any) -> Json:
     if not isinstance(observation, dict):
         raise ServiceError("The OpenEnv server answered without an observation.")
     if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-        raise ServiceError(f"The OpenEnv server gave a reward that is no number: {reward!r}.")
+        raise ServiceError(f"The OpenEnv server gave a reward that is not a number: {reward!r}.")
     number = None if reward is None else float(reward)
     return {"observation": observation, "reward": number, "done": bool(found.get("done"))}
 
@@ -74,7 +74,7 @@ class Session:
                 # Its late answer would be taken for the next one's.
                 await self._socket.close()
                 raise ServiceError(
-                    f"The OpenEnv server had no answer to {kind} in {self._seconds:g} s.",
+                    f"The OpenEnv server did not answer {kind} in {self._seconds:g} s.",
                     hint="See --env.answer_seconds.",
                 ) from error
             except (aiohttp.ClientError, ConnectionError) as error:
@@ -171,7 +171,7 @@ async def started(address: str) -> AsyncIterator[str]:
     program = shutil.which("docker") or shutil.which("podman")
     if program is None:
         raise ConfigError(
-            f"openenv:{address} needs Docker or Podman, and neither is here.",
+            f"openenv:{address} needs Docker or Podman, and neither is installed.",
             hint="Start the server on another machine: --env openenv:http://host:8000.",
         )
     image = address.removeprefix(_SCHEME)

@@ -159,7 +159,7 @@ class Game:
             if self._moves == 0:
                 raise
             self.ended = True
-            reason = f"The game fell over this action: {type(error).__name__}: {str(error)[:200]}"
+            reason = f"The game crashed on this action: {type(error).__name__}: {str(error)[:200]}"
             self._fallen = Outcome(forfeited(player, self._players), [player], reason, fallen=True)
         self._moves += 1
 
@@ -245,7 +245,7 @@ def _pristine(game: str, options: str) -> Any:
         judged = "API key" in text
         raise ConfigError(
             text,
-            hint="It asks a model of its own, outside of envserver's proxy: not possible here."
+            hint="It calls a model of its own, outside of envserver's proxy: not supported."
             if judged
             else "--env.options are the arguments of the game's class.",
         ) from error

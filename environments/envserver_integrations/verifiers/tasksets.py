@@ -134,7 +134,7 @@ def refuse_own_harness(name: str) -> None:
     if own != "bash":  # verifiers' default, which ours replaces
         raise ConfigError(
             f"verifiers:{name} brings a harness of its own, which runs a program.",
-            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
+            hint="envserver runs task sets with a chat loop; for programs as agents: --agent.",
         )
 
 
@@ -191,7 +191,7 @@ def _refuse_program(name: str, role: str, default: Any) -> None:
         raise ConfigError(
             f"verifiers:{name}: its agent {role!r} is the harness {pinned!r}, which runs programs "
             "of the model on this machine.",
-            hint="envserver plays task sets with a chat loop; agents that are programs: --agent.",
+            hint="envserver runs task sets with a chat loop; for programs as agents: --agent.",
         )
 
 

@@ -287,7 +287,7 @@ def check_images(images: list[ImageFacts], limits: TokensConfig) -> None:
             raise bad("messages", f"hold image number {number}, which is not base64 to its end")
         if facts.size is None or not all(facts.size):
             raise bad(
-                "messages", f"hold image number {number}, whose file is broken: no size in it"
+                "messages", f"hold image number {number}, whose file is damaged: it has no size"
             )
         width, height = facts.size
         megapixels = width * height / 1e6

@@ -159,7 +159,7 @@ def index_of(choice: Any, count: int, where: str) -> int:
 def check_prompt(answer: ChatAnswer, sent: Tokens | list[int], where: str) -> None:
     """Checks that the engine saw what it was sent, and puts `sent` itself in its place."""
     if not same_ids(require(answer, "prompt_token_ids", list, where), sent):
-        raise EngineGarbage(f"{where} echoes another prompt than was sent.")
+        raise EngineGarbage(f"{where} echoes a different prompt than was sent.")
     answer["prompt_token_ids"] = sent
 
 

@@ -181,7 +181,7 @@ class SentPrompt(NamedTuple):
             or not folds_to(seen, ranges, self.image_token)
             or not same_ids(folded(seen, ranges, self.image_token), self.ids)
         ):
-            raise EngineGarbage(f"{where} echoes another prompt than was sent.")
+            raise EngineGarbage(f"{where} echoes a different prompt than was sent.")
         return ranges
 
     def placed(self, ranges: Sequence[Range]) -> ChatAnswer:

@@ -481,7 +481,7 @@ def test_rows_of_recurrent_models_are_not_packed(
     AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "mamba")
     words = ["--model", str(tmp_path / "mamba"), "--output", str(tmp_path / "out"), "--packed"]
     assert grpo.main(words) == 1
-    assert "layers are attention" in capsys.readouterr().out
+    assert "only attention layers" in capsys.readouterr().out
     assert not policy.is_recurrent
 
 

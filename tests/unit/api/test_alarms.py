@@ -206,7 +206,7 @@ async def test_what_needs_facts_is_told() -> None:
         "old_weights": "The engine serves older weights than those of version 5, which were "
         "published: it was restarted. 7 rollouts in the last 20 seconds are not delivered.",
         "reward_always_highest": "The reward of code is always 1 (51 groups in the last 20 "
-        "seconds): its tasks are too easy, or the reward is cheated.",
+        "seconds): its tasks are too easy, or the policy hacks the reward.",
         "runners_silent": "1 runner of code on another machine is silent.",
     }
     run.facts = AlarmFacts()
@@ -225,8 +225,8 @@ async def test_conversations_that_are_not_continued_are_told_with_the_first_mess
         sentences = await run.step()
     said = "10 of 60 in the last 1 minute) have a row for each call (render_mismatch)"
     assert sentences == {
-        "conversations_split": f"17 % of the rollouts ({said}; the engine first rendered otherwise "
-        f"at {first}."
+        "conversations_split": f"17 % of the rollouts ({said}; the engine first rendered "
+        f"differently at {first}."
     }
 
 
@@ -235,7 +235,7 @@ async def test_engines_that_get_no_calls_are_told_of() -> None:
     run.set("engines", 1, standing="used")
     run.set("engines", 1, standing="old")
     await run.steps(60, quiet=True)
-    said = {"engines_unused": "Engines have got no calls for 10 minutes: 1 old."}
+    said = {"engines_unused": "Engines have received no calls for 10 minutes: 1 old."}
     assert await run.steps(5) == said
     run.set("engines", 0, standing="used")
     said = {"engines_unused": "Calls wait, since no engine can be used: 1 old."}

@@ -84,7 +84,7 @@ async def test_an_engine_that_differs_is_refused_in_words_and_gets_no_call(
         assert "token ids" in problem["detail"]
         await house.register(one.url)
         problem = await house.register(other.url, status=409)
-        assert "It gives no token ids" in problem["detail"]
+        assert "It returns no token ids" in problem["detail"]
         assert "sk-secret" not in str(problem)
         wrong = await house.register(one.url.replace("127.0.0.1", "localhost"), 409, model="x")
         assert "serve 'tiny', not 'x'" in wrong["detail"]
@@ -270,7 +270,7 @@ class OtherModel(Bytes):
 CHANGES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "name": ({"served": "other"}, "it answers as the model other, they as tiny", True),
     "words": ({"words": OtherWords()}, "it renders the same messages to other token ids", False),
-    "weights": ({"text": "Other."}, "its weights are others", True),
+    "weights": ({"text": "Other."}, "its weights differ", True),
     "model": ({"words": OtherModel()}, "does not exist", False),
 }
 

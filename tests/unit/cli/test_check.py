@@ -74,7 +74,7 @@ def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
     problems = "\n".join(found["problems"])
     assert "The prompt of task 't0' shows hidden text: 'the answer that nobody may see" in problems
     assert "A cheat solves 3 of 3 tasks: the prompt again." in problems
-    assert "Spoiled demonstrations are rewarded like right ones" in problems
+    assert "Spoiled demonstrations are rewarded like correct ones" in problems
     plays = found["plays"]
     assert "I cannot read this answer" in plays["nothing"]["wrong"][0]["error"]
     assert not found["ok"] and plays["demonstration"]["solved"] == 4

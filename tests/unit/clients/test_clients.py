@@ -390,7 +390,7 @@ async def test_the_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch
     def answer(request: httpx.Request) -> httpx.Response:
         seen.append(request.headers.get("authorization"))
         status = 200 if seen[-1] == "Bearer from-environment" else 401
-        return httpx.Response(status, json={"detail": "A token is needed.", "version": 1})
+        return httpx.Response(status, json={"detail": "An access token is required.", "version": 1})
 
     monkeypatch.setenv("ENVSERVER_TOKEN", "from-environment")
     wire = httpx.MockTransport(answer)

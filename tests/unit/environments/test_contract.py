@@ -144,7 +144,7 @@ def test_sample_files_are_read_by_their_environment(
 ) -> None:
     if name in MADE:
         assert envserver.main(["sample", name, "--out", str(tmp_path / name)]) == 2
-        assert "come from no file" in capsys.readouterr().err
+        assert "are generated" in capsys.readouterr().err
         assert not (tmp_path / name).exists()
         return
     needs_a_sandbox = {"swe": "check_gold", "code": "check_references"}
@@ -393,7 +393,7 @@ async def test_only_what_is_right_is_paid(
     wrong = [(kind.name, one) for kind in report.kinds for one in kind.wrong]
     if settings.get("unanswerable"):  # "no" is a word of `noanswer`, for its share of the F1 score
         assert {kind for kind, one in wrong if one.reward and one.reward < 0.02} <= {
-            "orders to the judge"
+            "instructions to the judge"
         }
         wrong = []
     assert (report.problems, wrong, report.tasks > 0) == ([], [], True)

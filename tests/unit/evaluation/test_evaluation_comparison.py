@@ -121,7 +121,7 @@ def test_tasks_are_paired_and_those_that_differ_are_named() -> None:
     assert [change.task_id for change in found.changes] == ["a"]
     assert found.settings == {"env.seed": (0, 7)}
     words = " ".join(comparison_notes(found)) + comparison_markdown(found)
-    for told in ("gone", "1 task (new)", "ask something else", "did not come to its end"):
+    for told in ("gone", "1 task (new)", "a different question", "did not finish"):
         assert told in words
 
 

@@ -140,7 +140,7 @@ def test_files_of_all_kinds_are_converted_and_the_bad_ones_told(run: Run) -> Non
     own = json.dumps({**GOOD, "task_id": "own_env-1", "domain": "own_env"})
     _file("bulk.jsonl", "\n".join([*lines, own, lines[0], "{torn"]))
     told = run("validate bulk.jsonl --domains own_env", status=1).out.splitlines()
-    for line, number, said in zip(told, (7, 8), ("twice", "no JSON"), strict=True):
+    for line, number, said in zip(told, (7, 8), ("twice", "not JSON"), strict=True):
         assert line.startswith(f"bulk.jsonl, line {number}: ") and said in line
 
     for name in ("a", "b"):
@@ -252,7 +252,7 @@ INDEX, ADAPTER = "model.safetensors.index.json", "adapter_config.json"
         ("README.md", "---\nbase_model: /home/me/base\n---\n", "--base_model"),
         ("README.md", "---\ndate: 2026-13-01\n---\n", "not YAML"),
         ("README.md", "caf\xe9", "cannot be read"),
-        (".work/started.json", "{}", "a training that has not ended"),
+        (".work/started.json", "{}", "an unfinished training"),
         (INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "is missing"),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_command_makes_a_package_that_check_finds_sound(tmp_path: Path) -> N
 
 def test_names_that_cannot_be_packages_are_refused(tmp_path: Path) -> None:
     for name in ("json", "My-Env", "a b", "../up", "-x", "1st", "class", "math"):
-        with pytest.raises(ConfigError, match=r"cannot be the name|There is a module"):
+        with pytest.raises(ConfigError, match=r"cannot be the name|already exists"):
             create(name, "single", tmp_path)
     assert not any(tmp_path.iterdir())
 

@@ -313,7 +313,7 @@ def test_only_what_was_merged_is_replaced(three: Callable[..., Said], run: Run) 
     assert written.read_bytes() == before
     three("--add rl=1 --overwrite")
     assert written.read_bytes() != before
-    assert "It is not a merged model" in run(f"{THREE} --out sft --overwrite", status=2)
+    assert "Not a merged model" in run(f"{THREE} --out sft --overwrite", status=2)
 
 
 # Task vectors in files ----------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_a_folder_is_built_again_but_another_is_left_alone(build: Build, run: Ru
     assert [path.name for path in Path("other").iterdir()] == ["thesis.tex"]
 
     Path("unified/math/math-99.json").write_text('{"task_id": ')
-    assert "math-99.json: no JSON" in run(f"{words} --out sft", status=2)
+    assert "math-99.json: not JSON" in run(f"{words} --out sft", status=2)
     assert json.loads(Path("sft/SUMMARY.json").read_text())["bash"] == {"train": 9, "val": 1}
     assert not list(Path().glob(".*"))
 

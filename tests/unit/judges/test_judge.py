@@ -98,9 +98,9 @@ async def test_equal_questions_are_paid_once(judged: str, tmp_path: Path) -> Non
             assert changed.reward == 0.5
             counts = judge.counts
             assert (counts.calls, counts.cached, counts.failed) == (16, 10, 0)
-            assert (counts.prompt_tokens, counts.completion_tokens) == (600, 60)
             assert judge_line(judge) == (
-                f"Judge: 16 calls (10 from {tmp_path / 'judge.db'}), 600 + 60 tokens, 0.0007 USD"
+                f"Judge: 16 calls (10 from {tmp_path / 'judge.db'}), "
+                "600 prompt + 60 completion tokens, 0.0007 USD"
             )
             assert await judge_numbers(judge) == {
                 "judge_calls": {"engine": 6, "cache": 10, "failed": 0},
@@ -218,7 +218,7 @@ def test_commands_ask_it_and_show_its_cost_and_never_its_key(judged: str, run: R
         assert [group["scores"] for group in groups] == [[0.75, 0.75]] * 2
         again = run(f"rescore {out} --env judged.py --out new.jsonl {priced(engine)}")
         assert len(engine.asked) == asked, "rescore paid again"
-        assert "0 + 0 tokens" in again
+        assert "0 prompt + 0 completion tokens" in again
         assert [group["scores"] for group in read_jsonl(Path("new.jsonl"))] == [[0.75, 0.75]] * 2
         Path("data").rename("kept")
         rollout = groups[0]["envserver"]["rollouts"][0]["rollout_id"]
@@ -411,7 +411,7 @@ async def test_a_rubric_gives_each_criterion_its_mark() -> None:
 async def test_another_form_is_never_a_mark() -> None:
     for text in TABLES["no_marks"].strip().splitlines():
         judge = Told(lambda asked, text=text: text)
-        with pytest.raises(JudgeError, match="could be read"):
+        with pytest.raises(JudgeError, match="no readable"):
             await rubric_marks(judge, question="q", answer="a", criteria=CRITERIA)
         assert len(judge.asked) == 3, text
 

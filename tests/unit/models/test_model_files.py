@@ -101,7 +101,7 @@ def test_a_model_that_is_nowhere_gives_a_reason_and_a_remedy() -> None:
     found = find_model_files(served(NAME))
     assert found.folder is None
     assert found.reason.startswith("owner/model cannot be downloaded: Name or service not known.")
-    assert "--tokens.tokenizer DIR" in found.reason
+    assert "Set --tokens.tokenizer" in found.reason
     assert "not a folder" in find_model_files(served("/somewhere/else")).reason
 
 

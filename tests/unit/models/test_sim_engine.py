@@ -422,7 +422,7 @@ async def test_a_transcript_is_played_turn_by_turn(tmp_path: Path) -> None:
         assert told["content"] == "It is 36."
     with pytest.raises(EngineRefused, match="no turn 3"):
         await message(sim, "a", messages=[*history, said("It is 36."), *user("More?")])
-    with pytest.raises(EngineRefused, match="begins so: 'Who"):
+    with pytest.raises(EngineRefused, match="begins like this: 'Who"):
         await message(sim, "c", text="Who are you?")
 
 

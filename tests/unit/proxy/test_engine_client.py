@@ -183,7 +183,7 @@ async def test_garbage_says_what_is_missing(
     for bare in (False, True):
         with pytest.raises(EngineGarbage, match=words):
             await asked.whole(body, prompt, rollout_id="r", timeout_seconds=60, bare=bare)
-    if asked.streams(body, prompt) and words != "another prompt" and "usage" not in words:
+    if asked.streams(body, prompt) and words != "a different prompt" and "usage" not in words:
         with pytest.raises(EngineGarbage):
             await collected(asked, body, prompt)
 

@@ -234,8 +234,8 @@ HOSTILE: list[tuple[list[Any], str]] = [
     ([part(png(9_000, 9_000))] * 5, "images of 405 million pixels together: 400 million"),
     ([part(GIF + b"\xff\xff\xff\xff\0", "image/gif")], "65535 times 65535 pixels"),
     ([part(part(MEGABYTE)["image_url"]["url"][:-100] + "!!!!")], "not base64 to its end"),
-    ([part(SMALL[:20])], "whose file is broken"),
-    ([part(png(0, 8))], "whose file is broken"),
+    ([part(SMALL[:20])], "whose file is damaged"),
+    ([part(png(0, 8))], "whose file is damaged"),
     ([part("http://example.com/a.png")], "must begin with data:image/"),
 ]
 

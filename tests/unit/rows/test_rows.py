@@ -115,7 +115,7 @@ def test_bad_rows_are_named_with_their_place_and_counted(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as raised:
         tasks_of(path)
     first, *lines = raised.value.message.splitlines()
-    assert first == "4 of 5 rows make no task:"
+    assert first == "4 of 5 rows cannot become tasks:"
     complaints = {
         2: "not JSON", 4: "not an object", 5: "'question' is empty", 6: "'answer' has no value"
     }  # fmt: skip
@@ -264,7 +264,7 @@ def test_the_command_says_what_is_wrong(folder: Path) -> None:
     (folder / "bad.jsonl").write_text(BAD)
     flags = ["--env.prompt", "question", "--env.reward", "my_rewards.py:exact"]
     ran = envserver("check", "--env", "bad.jsonl", *flags, folder=folder)
-    assert ran.returncode == 2 and "4 of 5 rows make no task" in ran.stderr
+    assert ran.returncode == 2 and "4 of 5 rows cannot become tasks" in ran.stderr
     assert f"{folder.resolve() / 'bad.jsonl'}:2: " in ran.stderr
     reward = f"{folder / 'my_rewards.py'}:exakt"
     made = from_rows(ROWS, prompt="question", reward=reward)()

@@ -37,7 +37,7 @@ async def test_environments_that_misbehave_are_told_in_words(tmp_path: Path, qui
             untrained_tokens__masked="% of the sampled tokens of masked .*structured_output",
             no_trainer=r"No trainer has leased for \d+ .*, while [\d,]+ groups? wait",
             store_slow=r"A commit of the store takes [\d.]+ seconds",
-            disk_full=r"The disk of the store fills up\. [\d.]+ GB are left",
+            disk_full=r"The disk of the store is almost full\. [\d.]+ GB are left",
         )
         metrics = (await alarms.http.get("/metrics")).text
         (family,) = [

@@ -152,7 +152,7 @@ def _check_files(group: Group) -> None:
 
 
 def test_an_engine_that_tells_no_experts_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="gives no routed experts") as caught:
+    with pytest.raises(ConfigError, match="returns no routed experts") as caught:
         make_endpoint(Settings(**ROUTED), SimEngine(SimConfig()))
     assert "--enable-return-routed-experts" in str(caught.value.hint)
 

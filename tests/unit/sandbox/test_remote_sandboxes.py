@@ -322,7 +322,7 @@ async def test_a_machine_that_drains_takes_no_more(served: ServedSandboxes) -> N
         async with machines.open(PLAIN) as box:
             draining = asyncio.create_task(other.drain())
             await asyncio.sleep(0)
-            with pytest.raises(SandboxUnavailable, match="about to stop"):
+            with pytest.raises(SandboxUnavailable, match="shutting down"):
                 async with machines.open(PLAIN):
                     pass
             assert (await box.run_python("pass")).ok and not draining.done()

@@ -80,7 +80,7 @@ async def test_a_servers_tools_are_the_environments(opened: Any) -> None:
         ({"command": COMMAND, "env": {"A": "${NOT_SET_ANYWHERE}"}}, "needs the variable 'NOT_SET"),
         ({"command": COMMAND, "only": ["fly"]}, "has no tool fly; it has: add, notes.add"),
         # Only a command of each rollout can be in a sandbox.
-        ({"in_sandbox": True, "command": COMMAND, "shared": True}, "cannot be in a sandbox"),
+        ({"in_sandbox": True, "command": COMMAND, "shared": True}, "cannot run in a sandbox"),
     ],
 )
 async def test_a_server_that_is_not_set_up_well_is_told(server: Json, told: str) -> None:

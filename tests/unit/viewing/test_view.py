@@ -296,7 +296,7 @@ async def test_a_server_elsewhere_is_read_with_a_token_that_the_browser_never_se
     async with running_api(tmp_path / "store.db", server={"tokens_file": tokens}) as api:
         await put_native(api.store, native_group("a/b g"))
         monkeypatch.delenv("ENVSERVER_TOKEN", raising=False)
-        with pytest.raises(EnvserverError, match="asks for an access token"):
+        with pytest.raises(EnvserverError, match="requires an access token"):
             async with viewing([api.url]):
                 pass
         monkeypatch.setenv("ENVSERVER_TOKEN", token)

@@ -24,7 +24,7 @@ _SFT = {
         "router", "prepare queries and plans", "let a teacher write plans for queries"
     ),
     "math": _data_set(
-        "math", "prepare problems with solutions", "keep a teacher's right solutions of k tries"
+        "math", "prepare problems with solutions", "keep a teacher's correct solutions of k tries"
     ),
     "code": _data_set(
         "code", "prepare programs", "keep a teacher's programs that pass their tests"

@@ -288,7 +288,7 @@ class _Work:
     def notes(self) -> list[str]:
         best = self.sweep.best()
         notes = [f"Best: alpha {best.alpha:g}, {best.model}"] if best else []
-        return [*notes, "The best alpha was chosen by these tasks: measure its model on others."]
+        return [*notes, "The best alpha was chosen on these tasks: measure its model on others."]
 
     def _opened(self, settings: SweepSettings) -> Sweep:
         """Returns the sweep in the folder, new or begun earlier; claims the folder."""
@@ -310,7 +310,7 @@ class _Work:
             if not before.is_like(wanted):
                 raise ConfigError(
                     f"{self.folder} holds a sweep of other models.",
-                    hint="Name another --out, or replace it by --overwrite.",
+                    hint="Name another --out, or replace it with --overwrite.",
                 )
             return before
         if not path.exists() and self.folder.is_dir() and any(self.folder.iterdir()):
@@ -444,7 +444,7 @@ class PublishSettings(Section):
     public: bool = False
     """Create a public repository, or publish to one."""
     dry_run: bool = False
-    """Show the files and the card exactly as they would be uploaded; ask the hub nothing."""
+    """Show the files and the card exactly as they would be uploaded; the hub is not contacted."""
     base_model: str | None = None
     """Hub id of the base model, for the card and the adapter's config."""
     license: str | None = None

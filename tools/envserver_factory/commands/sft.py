@@ -331,8 +331,8 @@ def _data_set(name: str, settings: type[P], summary: str) -> CommandSpec[P]:
 ROUTER = _data_set(
     "router",
     RouterSettings,
-    """Prepares queries and their plans for a router: the prompt asks for a plan of ten keys,
-the completion is the plan as JSON. Rows whose plan is not whole are dropped.""",
+    """Prepares queries and their plans for a router: the prompt asks for a plan of ten keys, the
+completion is the plan as JSON. Rows with an incomplete plan are dropped.""",
 )
 MATH = _data_set(
     "math",
@@ -485,7 +485,7 @@ class RouterGenerateSettings(GenerateSettings):
 class SolutionSettings(GenerateSettings):
     out: Path = Path("data/solutions")
     per_group: Literal["all", "best", "shortest"] = "shortest"
-    """Right solutions that are kept of a problem's tries: all different ones, or one."""
+    """Which correct solutions of a problem to keep: all different ones, or one."""
 
 
 _FREQUENT = (*ENGINE, *SAMPLING, "rollouts.max_concurrent", "prices.prompt", "prices.completion")
@@ -515,7 +515,7 @@ def _solutions(name: str, checked: str) -> CommandSpec[SolutionSettings]:
     return CommandSpec(
         f"sft {name} generate",
         f"""Lets a teacher try each problem of the environment `{name}` k times (8) and keeps the
-conversations with a right answer, {checked}: rejection sampling.
+conversations with a correct answer, {checked}: rejection sampling.
 {_KEPT}
 It is `process --env {name} --env.group_size K`, then `export --to messages --min_reward 1
 --per_group shortest --dedupe`.""",
@@ -662,7 +662,7 @@ def _generate(settings: GenerateSettings) -> GroupRun:
     if run.stopped:
         console.print("Stopped early; run the same command with --resume to continue.")
     elif lost := run.tally.drops.total():
-        console.print(f"{lost:,} without an answer: the same command with --resume asks again.")
+        console.print(f"{lost:,} without an answer: the same command with --resume tries again.")
     return run
 
 

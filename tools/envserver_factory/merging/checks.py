@@ -202,7 +202,7 @@ def _check_tensors(base: Model, other: Model, allowed: Allowed, found: _Found) -
             dtypes.add(f"{theirs.dtype} to {tensor.dtype}")
     extra = [str(tensor) for tensor in other.tensors.values() if _is_extra(base, other, tensor)]
     found.add(_listed(f"{name} lacks tensors of the base", missing), allowed.missing)
-    found.add(_listed(f"{name} has tensors that the base has not", extra), allowed.missing)
+    found.add(_listed(f"{name} has tensors that the base lacks", extra), allowed.missing)
     found.problems += _listed(f"{name} has tensors of other shapes (base's first)", shapes)
     if dtypes:
         found.notes.append(f"{name} is read from {', '.join(sorted(dtypes))} of the base")
@@ -363,7 +363,7 @@ def config_of(method: Method, recipe: Recipe) -> Json:
     config: Json = {"merge_method": method.name}
     if method.name in _BETWEEN_TWO:
         if len(models) != 1:
-            raise ConfigError(f"--method {method.name} is of the base and one --add.")
+            raise ConfigError(f"--method {method.name} needs the base and exactly one --add.")
         models = [{"model": str(one.resolve())} for one in (recipe.base, recipe.vectors[0].plus)]
         if method.name != "arcee_fusion":
             parameters.setdefault("t", recipe.vectors[0].weight)
@@ -380,7 +380,7 @@ def find_program() -> str:
     found = shutil.which(PROGRAM) or (str(beside) if beside.is_file() else None)
     if found is None:
         raise ConfigError(
-            f"Only --method arithmetic is ours; others are mergekit's, and there is no {PROGRAM}.",
+            f"Methods other than arithmetic need mergekit, but there is no {PROGRAM}.",
             hint="pip install mergekit (a separate environment is fine: put it on the PATH)",
         )
     return found

@@ -99,7 +99,7 @@ def _dtype(tensor: Tensor, others: Sequence[Model]) -> str:
 def _check_place(path: Path, overwrite: bool) -> None:
     if not path.exists():
         return
-    hint = "Replace it by --overwrite."
+    hint = "Replace it with --overwrite."
     try:
         ours = path.is_file() and read_header(path).metadata.get("kind") == _KIND
     except InputError:
@@ -250,8 +250,8 @@ class _Pass:
         if not self.allow_not_finite and not all_finite(stored, dtype):
             raise InputError(
                 f"{name} has values that are not finite {dtype}, with {where}.",
-                hint="Take a smaller alpha, or look for NaNs in the inputs; "
-                "--allow_not_finite writes them.",
+                hint="Use a smaller alpha, or look for NaNs in the inputs; --allow_not_finite "
+                "writes them.",
             )
 
     def _vector(

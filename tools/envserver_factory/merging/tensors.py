@@ -249,7 +249,7 @@ def _weight_files(folder: Path) -> list[Path]:
                 raise InputError(f"{folder / INDEX}: there is no file {name!r} beside it.")
         return [folder / name for name in names]
     others = [path.name for pattern in ("*.bin", "*.pt*") for path in folder.glob(pattern)]
-    hint = "It holds a PyTorch pickle: load it and save it anew with save_pretrained."
+    hint = "It holds a PyTorch pickle: load it and save it again with save_pretrained."
     raise NotFoundError(
         f"{folder} holds neither {WHOLE} nor {INDEX}.",
         hint=hint if others else "Name a model's folder, as save_pretrained writes it.",
@@ -397,7 +397,7 @@ class Adapted:
     def _known(self, name: str, path: Path) -> str:
         if name not in self._below.tensors:
             raise InputError(
-                f"{path} is for {name}, which {self._below.folder.name} has not.",
+                f"{path} is for {name}, which {self._below.folder.name} lacks.",
                 hint="An adapter is merged into the model that it was trained on.",
             )
         return name
@@ -430,7 +430,7 @@ def _refuse(folder: Path, config: Mapping[str, Any]) -> None:
         raise InputError(f"{folder}: its start, {start}, changed its base.", hint=_HINT)
     for name in _REFUSED:
         if config.get(name):
-            raise InputError(f"{folder}: an adapter with {name} is not read here.", hint=_HINT)
+            raise InputError(f"{folder}: an adapter with {name} is not supported.", hint=_HINT)
 
 
 def _header(folder: Path) -> File:

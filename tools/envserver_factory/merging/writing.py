@@ -54,7 +54,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.vectors:
             raise ConfigError(
-                "Nothing is to be added to the base.",
+                "Nothing was given to add to the base.",
                 hint="--rl DIR --sft DIR adds alpha * (rl - sft); --add DIR=0.3 adds a part of "
                 "what DIR has beyond the base.",
             )
@@ -174,9 +174,7 @@ def check_places(places: Sequence[Path], size: int, *, overwrite: bool) -> None:
         taken = place.is_file() or (place.is_dir() and any(place.iterdir()))
         ours = (place / RECIPE).is_file()
         if taken and not (overwrite and ours):
-            hint = (
-                "Replace it by --overwrite." if ours else "It is not a merged model: name another."
-            )
+            hint = "Use --overwrite to replace it." if ours else "Not a merged model: name another."
             raise ConflictError(f"{place} exists.", hint=hint)
     if not places:
         return
@@ -213,7 +211,7 @@ def appearing(places: Sequence[Path]) -> Iterator[list[Path]]:
         full = error.errno in _FULL
         raise (StoreFull if full else StoreError)(
             f"No merged model could be made in {above}: {error.strerror or error}.",
-            hint="Make room, then merge again." if full else "Nothing half written was left.",
+            hint="Make room, then merge again." if full else "Partly written files were removed.",
         ) from error
 
 

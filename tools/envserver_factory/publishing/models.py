@@ -272,8 +272,8 @@ def _reason(name: str) -> str:
 def _check_finished(folder: Path, names: Sequence[str]) -> None:
     if (folder / _UNFINISHED).exists():
         raise InputError(
-            f"{folder} holds a training that has not ended.",
-            hint="Finish it by the command that started it.",
+            f"{folder} holds an unfinished training.",
+            hint="Finish it with the command that started it.",
         )
     weights = [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in _WEIGHTS)]
     described = "adapter_config.json" in names or "config.json" in names

@@ -86,7 +86,7 @@ def create(name: str, kind: str, parent: Path) -> list[Path]:
             hint="Use lower-case letters, digits and single dashes, such as my-env.",
         )
     if _is_taken(package):
-        raise ConfigError(f"There is a module {package!r} already.", hint="Choose another name.")
+        raise ConfigError(f"A module {package!r} already exists.", hint="Choose another name.")
     folder = parent / name
     if folder.exists():
         raise ConflictError(f"{folder} exists.", hint="Choose another name, or remove it.")

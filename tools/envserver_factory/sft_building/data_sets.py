@@ -91,9 +91,8 @@ def template_of(tokenizer: str) -> Template:
         whole = loaded.apply_chat_template(answered, tokenize=False)
         if not whole.startswith(before):
             raise ConfigError(
-                f"The chat template of {tokenizer!r} shows a conversation otherwise once it is "
-                "answered.",
-                hint="Leave --tokenizer out: `envserver_clients.sft` templates turn by turn.",
+                f"The chat template of {tokenizer!r} renders an answered conversation differently.",
+                hint="Leave --tokenizer out: `envserver_clients.sft` renders turn by turn.",
             )
         return before, whole
 

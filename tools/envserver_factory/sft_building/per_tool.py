@@ -73,11 +73,11 @@ class Template(BaseModel):
         try:
             names = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
         except ValueError as error:
-            raise ValueError(f"{error}; a brace that is meant is written twice") from error
+            raise ValueError(f"{error}; write a literal brace twice") from error
         for name in names:
             if name not in _PLACEHOLDERS:
                 known = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
-                raise ValueError(f"{{{name}}} is not one of {known}; a brace is written twice")
+                raise ValueError(f"{{{name}}} is not one of {known}; write a literal brace twice")
         return text
 
 
@@ -312,8 +312,8 @@ def _collected(
         trajectory = document.value
         if not isinstance(trajectory.get("actions"), list):
             raise InputError(
-                f"{document.place}: no unified trajectory: it has no list `actions`.",
-                hint="`envserver convert` makes one of it.",
+                f"{document.place}: not a unified trajectory: it has no list `actions`.",
+                hint="`envserver convert` converts it.",
                 place=document.place,
             )
         report.read += 1

@@ -96,7 +96,7 @@ class Transcript:
         opening = next((one for one in keys if one in self._recordings), None)
         if opening is None:
             last = conversation.messages[-1]["content"][:_SHOWN]
-            raise refusal(f"The transcript has no conversation that begins so: {last!r}.")
+            raise refusal(f"The transcript has no conversation that begins like this: {last!r}.")
         turn = conversation.turn()
         if wish.rollout_id:
             answers = self._of_rollout(_AGENT.sub(r"\1\2", fate), opening).answers
@@ -202,7 +202,7 @@ def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
 
 OWNER = "envserver-simulated"
 FAILED = "The simulated engine failed, as its error_rate asks."
-_BROKE = "The simulated engine broke off in the middle, as its disconnect_rate asks."
+_BROKE = "The simulated engine disconnected in the middle, as its disconnect_rate asks."
 
 
 class SimEngine:

@@ -361,9 +361,7 @@ def _turn(message: Message) -> Turn:
         "".join([text, *(part for call in calls for part in call)]).encode()
         return Turn(text, calls)
     except (ValueError, KeyError, TypeError) as error:
-        raise refusal(
-            f"The demonstration holds a message that cannot be played: {error}"
-        ) from error
+        raise refusal(f"The demonstration has a message that cannot be sent: {error}") from error
 
 
 def _callable(turn: Turn, names: set[str]) -> bool:
