@@ -333,8 +333,8 @@ class TokensClient:
     async def _request(
         self, session: EngineSession, body: ChatBody, planned: Ids
     ) -> tuple[ChatBody, SentPrompt]:
-        images = await facts_of_all(urls_of(body.get("messages") or []))
-        digests = [image.sha256 for image in images]
+        urls = urls_of(body.get("messages") or [])
+        digests = [image.sha256 for image in await facts_of_all(urls)]
         request = None
         if planned is not None and not self._grids.lack(digests):
             request = self._cache.request(body, planned)
