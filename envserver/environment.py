@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, Literal
 
 import msgspec
-from envserver_records.errors import ConfigError, InputError
+from envserver_records.errors import InputError
 from envserver_records.sandboxes import SandboxSpec
 from envserver_records.tasks import Message, Result, Score, Split, Task, text_of
 from typing_extensions import TypeVar
@@ -195,10 +195,7 @@ class Environment(abc.ABC, Generic[TaskT]):
 
         It runs in the worker, which then runs the program, too: isolation "sandboxed".
         """
-        raise ConfigError(
-            f"The environment {self.name!r} cannot be used with --agent.",
-            hint="It needs the method `harness_task`; without --agent its own agent runs.",
-        )
+        raise NotImplementedError
 
     def prepare_scoring(self) -> None:
         """Loads what `score` needs. Runs once per scorer process, before any limit applies."""

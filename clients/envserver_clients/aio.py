@@ -40,7 +40,6 @@ from .protocol import (
     new_key,
     object_of,
     pause_before_next,
-    retries_for,
     rollouts_in,
 )
 from .records import Batch, ClientGroup, decode_batch, decode_group, decode_page, decoded
@@ -70,7 +69,7 @@ class EnvClient:
         compress: accept groups compressed as the server stores them (zstd), which saves the server
             work and transfer; without effect where zstd is not installed.
         timeout_seconds: time limit of a request, in addition to the wait that it requests.
-        retries: see `Retries`. Default: `retries_for(url)`.
+        retries: see `Retries`. Default: `Retries()`.
         transport: for tests.
     """
 
@@ -100,11 +99,10 @@ class EnvClient:
         self._keep_seconds = keep_leases_seconds
         self._compress = compress
         self._timeout_seconds = timeout_seconds
-        self._retries = retries_for(url) if retries is None else retries
+        self._retries = retries or Retries()
         self._held: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        headers = authorization(token)
-        self._http = AsyncServersClient(url, transport=transport, headers=headers)
+        self._http = AsyncServersClient(url, transport=transport, headers=authorization(token))
 
     def __repr__(self) -> str:
         return f"EnvClient({self._url!r}, run={self._about['name']!r})"
@@ -289,9 +287,8 @@ class EnvClient:
                 except _Refused as refusal:
                     problem = refusal.answer
                 failed += 1
-                pause = pause_before_next(self._retries, failed, problem)
+                pause = pause_before_next(self._retries, failed, problem, self._http.base_url)
                 if pause is None:
-                    assert isinstance(problem, Answer)
                     checked(problem)
                 await asyncio.sleep(pause or 0.0)
         finally:
@@ -553,9 +550,8 @@ class EnvClient:
                 problem = await self._ask(call)
             except httpx.TransportError as error:
                 problem = error
-            pause = pause_before_next(self._retries, tried, problem)
+            pause = pause_before_next(self._retries, tried, problem, self._http.base_url)
             if pause is None:
-                assert isinstance(problem, Answer)
                 return checked(problem)
             await asyncio.sleep(pause)
 

@@ -6,6 +6,7 @@ In: what a trainer asks for. Out: `Call`s to send; batches and typed errors from
 from __future__ import annotations
 
 import gzip
+import logging
 import random
 import re
 import uuid
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypedDict
 
+import httpx
 import msgspec
 from envserver_records import (
     ConflictError,
@@ -26,7 +28,7 @@ from envserver_records import (
     unpack,
 )
 from envserver_records.framing import FrameReader
-from envserver_records.http_errors import Urls, server_urls
+from envserver_records.servers import shown_url
 from envserver_records.tasks import Json
 from envserver_records.waiting import Backoff
 from envserver_records.wire import GROUP_MSGPACK, GROUPS_MSGPACK
@@ -47,6 +49,8 @@ LONGEST_WAIT_SECONDS: Final = 60.0
 _WARNING_HEADER: Final = "x-envserver-warning"
 _PASSING: Final = frozenset({429, 502, 503, 504, 507})
 
+log = logging.getLogger(__name__)
+
 
 class ServerUnreachable(EnvserverError):
     """The server did not answer after all tries."""
@@ -62,7 +66,8 @@ class NotAllowed(EnvserverError):
 
 @dataclass(frozen=True)
 class Retries:
-    """The number of tries of a request, and the pauses between them.
+    """The number of tries of a request, and the pauses between them: by default about a minute in
+    all, in which a server starts again or another one takes over.
 
     Args:
         tries: maximum number of requests, the first one included.
@@ -70,23 +75,13 @@ class Retries:
         longest_pause_seconds: maximum pause.
     """
 
-    tries: int = 6
+    tries: int = 40
     first_pause_seconds: float = 0.2
-    longest_pause_seconds: float = 10.0
+    longest_pause_seconds: float = 2.0
 
     def pause_seconds(self, tried: int) -> float:
         backoff = Backoff(self.first_pause_seconds, self.longest_pause_seconds, jitter=(0.5, 1.0))
         return backoff.seconds(tried, random.random())
-
-
-_ONE: Final = Retries()
-_SEVERAL: Final = Retries(tries=40, longest_pause_seconds=2.0)
-"""About a minute: another server takes over within seconds, after a database's restart too."""
-
-
-def retries_for(url: Urls) -> Retries:
-    """Returns the default for one server, or for several: then a try is a round of all of them."""
-    return _ONE if len(server_urls(url)) == 1 else _SEVERAL
 
 
 class BatchLimits(TypedDict, total=False):
@@ -138,23 +133,31 @@ class Answer:
     headers: Mapping[str, str]
     content: bytes
 
+    def __str__(self) -> str:
+        return f"HTTP {self.status}"
+
 
 def new_key() -> dict[str, str]:
     """A header that tells the copies of one request from other requests."""
     return {"idempotency-key": uuid.uuid4().hex}
 
 
-def pause_before_next(retries: Retries, tried: int, problem: Exception | Answer) -> float | None:
+def pause_before_next(
+    retries: Retries, tried: int, problem: Exception | Answer, url: httpx.URL
+) -> float | None:
     """The seconds before the next request; None: the answer is final. Raises ServerUnreachable."""
     if isinstance(problem, Answer) and problem.status not in _PASSING:
         return None
+    why = str(problem) or type(problem).__name__
+    if (server := shown_url(url)) not in why:  # an error of several servers names each
+        why = f"{server}: {why}"
     if tried < retries.tries:
+        if tried == 5:  # after some three seconds
+            log.warning("%s; trying again", why)
         return max(retries.pause_seconds(tried), _server_pause_seconds(problem))
     if isinstance(problem, Answer):
         return None
-    raise ServerUnreachable(
-        f"No answer after {tried} tries: {problem or type(problem).__name__}."
-    ) from problem
+    raise ServerUnreachable(f"No answer after {tried} tries: {why}.") from problem
 
 
 def _server_pause_seconds(problem: Exception | Answer) -> float:
@@ -162,8 +165,9 @@ def _server_pause_seconds(problem: Exception | Answer) -> float:
     return min(float(after), LONGEST_WAIT_SECONDS) if after.isdecimal() else 0.0
 
 
-def checked(answer: Answer) -> Answer:
+def checked(answer: Answer | Exception) -> Answer:
     """Returns a successful answer, with its warning; raises the error of any other."""
+    assert isinstance(answer, Answer)
     if 200 <= answer.status < 300:
         if warning := answer.headers.get(_WARNING_HEADER):
             warnings.warn(warning, stacklevel=2)

@@ -58,7 +58,7 @@ def proxy_of(url: httpx.URL | str) -> str | None:
         raise ConfigError(f"{variable} is not the address of a proxy.", hint=hint) from None
     if chosen.url.scheme.startswith("socks") and find_spec("socksio") is None:
         raise ConfigError(
-            f"The proxy {_shown(proxy)} ({variable}) needs the package socksio.",
+            f"The proxy {shown_url(proxy)} ({variable}) needs the package socksio.",
             hint="pip install 'httpx[socks]', or put the server's name into NO_PROXY.",
         )
     return proxy
@@ -148,7 +148,7 @@ def _naming(proxy: str | None) -> Iterator[None]:
     except httpx.TransportError as error:
         why = str(error) or type(error).__name__
         if proxy is not None:
-            why = f"{why} (through the proxy {_shown(proxy)})"
+            why = f"{why} (through the proxy {shown_url(proxy)})"
         if "CERTIFICATE_VERIFY_FAILED" in why:
             why = f"{why}. {TRUST_HINT}"
         raise type(error)(why) from error
@@ -346,14 +346,14 @@ class _Round:
 
     def failed(self, server: httpx.URL, problem: Exception | httpx.Response) -> None:
         self._servers.leave(server)
-        self._why.append(f"{_shown(server)}: {_reason(problem)}")
+        self._why.append(f"{shown_url(server)}: {_reason(problem)}")
         log.info("trying another server, because of %s", self._why[-1])
 
     def error(self) -> NoServerAnswered:
         return NoServerAnswered("; ".join(self._why))
 
 
-def _shown(url: httpx.URL | str) -> str:
+def shown_url(url: httpx.URL | str) -> str:
     return str(httpx.URL(url).copy_with(username=None, password=None)).rstrip("/")
 
 

@@ -141,9 +141,9 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
         console.print(summary_table(tally))
         if len(run.shares) > 1:
             console.print(_shares_table(run))
-    if settings.model == SIMULATED:
-        console.print("The model was simulated: these rewards do not measure a real model.")
     if tally.rollouts:
+        if settings.model == SIMULATED:
+            console.print("The model was simulated: these rewards do not measure a real model.")
         console.say(tally.costs_line())
     for path, groups in run.written().items():
         console.say(f"{counted(groups, 'group')} in {path}")

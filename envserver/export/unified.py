@@ -182,7 +182,7 @@ def _against(schema: Path, document: Any) -> list[str]:
 def _about_names(document: Json, domains: Collection[str]) -> Iterator[str]:
     domain, task_id = document["domain"], document["task_id"]
     if domain not in domains:
-        yield f"$.domain: {domain!r} is not one of {', '.join(domains)}"
+        yield f"$.domain: {domain!r} is not one of {', '.join(domains)} (`--domains` adds yours)"
     if not task_id.startswith(f"{domain}-"):
         yield f"$.task_id: {task_id[:80]!r} does not begin with '{domain}-'"
 

@@ -91,7 +91,8 @@ def isolation_of(config: HarnessConfig, environment: Environment) -> Isolation:
     if type(environment).harness_task is Environment.harness_task:
         raise ConfigError(
             f"The environment {environment.name!r} cannot be used with --agent.",
-            hint="It needs the method `harness_task`; without --agent its own agent runs.",
+            hint="It needs the method `harness_task` (envserver/harnesses/README.md shows one); "
+            "without --agent its own agent runs.",
         )
     if config.name is not None:
         harness_of(config.name)

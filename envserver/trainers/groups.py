@@ -57,7 +57,7 @@ _Version = Annotated[int, Field(ge=-1, le=_LIMIT)]
 class GroupFilter(BaseModel):
     """Which groups; see `store.listing.GroupQuery`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=False)
 
     after: _Count = 0
     """`seq`: only groups that arrived later"""
@@ -178,15 +178,23 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
         query = wanted.query()
         if wanted.words:
             found, count = await find(store, query, wanted.words, wanted.cursor, wanted.limit)
-            rows = [summary(one) for one in found.groups]
             return json_answer(
-                {"groups": rows, "cursor": found.cursor, "next": None, "searched": count}
+                {
+                    "groups": [summary(group) for group in found.groups],
+                    "cursor": found.cursor,
+                    "next": None,
+                    "searched": count,
+                }
             )
         page = await store.list_groups(query, wanted.cursor, wanted.limit)
         is_last = not page.cursor or wanted.order != "oldest"
-        following = None if is_last else page.groups[-1].row.seq
-        shown = [summary(one) for one in page.groups]
-        return json_answer({"groups": shown, "cursor": page.cursor, "next": following})
+        return json_answer(
+            {
+                "groups": [summary(group) for group in page.groups],
+                "cursor": page.cursor,
+                "next": None if is_last else page.groups[-1].row.seq,
+            }
+        )
 
     async def counted(keys: Sequence[str]) -> list[RewardCounts]:
         queries = [msgspec.json.decode(key.split(" ", 1)[1], type=GroupQuery) for key in keys]

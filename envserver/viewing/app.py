@@ -62,8 +62,7 @@ def create_viewer(
 
     @router.get("/v1/comparison")
     async def get_comparison(wanted: Annotated[ComparisonSearch, Query()]) -> Response:
-        found = _there(evaluations)
-        return json_answer(await found.comparison(wanted))
+        return json_answer(await _there(evaluations).comparison(wanted))
 
     app = FastAPI(title="envserver view", version=__version__, docs_url=None, redoc_url=None)
     answer_errors(app)

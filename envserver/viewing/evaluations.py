@@ -31,7 +31,7 @@ Run = Mapping[str, Report]
 class ComparisonSearch(BaseModel):
     """Which runs are compared, and which of their tasks are shown."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=False)
 
     a: str = ""
     b: str = ""

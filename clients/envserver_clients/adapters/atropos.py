@@ -25,7 +25,6 @@ from envserver_clients.protocol import (
     new_key,
     object_of,
     pause_before_next,
-    retries_for,
 )
 from envserver_clients.records import Batch, ClientGroup
 
@@ -81,11 +80,10 @@ class AtroposTrainerClient:
         }
         self._ask = {"x-envserver-ack": "lease"} if acknowledged else {}
         self._poll_seconds = poll_seconds
-        self._retries = retries_for(url) if retries is None else retries
+        self._retries = retries or Retries()
         self._groups = 0
-        headers = authorization(token)
         self._http = ServersClient(
-            url, headers=headers, timeout=timeout_seconds, transport=transport
+            url, headers=authorization(token), timeout=timeout_seconds, transport=transport
         )
 
     def __enter__(self) -> Self:
@@ -185,9 +183,8 @@ class AtroposTrainerClient:
                 problem = Answer(came.status_code, came.headers, came.content)
             except httpx.TransportError as error:
                 problem = error
-            pause = pause_before_next(self._retries, tried, problem)
+            pause = pause_before_next(self._retries, tried, problem, self._http.base_url)
             if pause is None:
-                assert isinstance(problem, Answer)
                 return checked(problem)
             time.sleep(pause)
 

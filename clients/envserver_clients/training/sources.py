@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 _LEASE_SECONDS: Final = 600.0
 _WAIT_SECONDS: Final = 5.0
-_PATIENT: Final = Retries(tries=40, longest_pause_seconds=5.0)
-"""Allows three minutes for a restart of the server."""
 _PATIENCE_SECONDS: Final = 300.0
 _PAUSE_SECONDS: Final = 1.0
 _PASSING: Final = ("engine_unavailable", "engine_timeout")
@@ -219,7 +217,8 @@ def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, Sy
     """The source of `settings`, and the client that publishes versions (None: the Atropos wire has
     none).
     """
-    common: Json = {"token": settings.token or None, "retries": _PATIENT}
+    # A restart of the server may take three minutes.
+    common: Json = {"token": settings.token or None, "retries": Retries(tries=120)}
     rules: Json = {"groups": settings.groups, "guard": settings.guard()}
     rules["idle_seconds"] = settings.idle_minutes * 60
     if settings.wire == "atropos":

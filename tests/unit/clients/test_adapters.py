@@ -270,7 +270,7 @@ def test_rows_say_how_they_were_sampled_over_both_wires(form: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "temperature", "said"),
     [
-        ({}, 1.0, "sampled at temperature 0.7, the trainer divides by 1"),
+        ({}, 1.0, "sampled at temperature 0.7, but the trainer divides by 1"),
         ({"logprobs": "raw"}, 0.7, "logprobs are from before it"),
         ({"altered": ("top_p", "min_p")}, None, "with top_p, min_p"),
     ],

@@ -104,7 +104,7 @@ def run_build(argv: list[str]) -> int:
     left_out = [
         f"{report.read} trajectories read",
         f"{report.below} below the minimum reward",
-        f"{report.without_template} actions without a template",
+        f"{report.without_template} actions without a template in {settings.templates}",
         f"{report.empty} empty actions",
         f"{report.errors} failed or refused actions",
         f"{report.blank} with an empty placeholder",
