@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import re
 import shlex
 import signal
@@ -221,11 +223,16 @@ def until(
     raise AssertionError(f"Not within {seconds} s: {what()}")
 
 
+_PORTS = itertools.count(random.randrange(10_000, 30_000))
+"""Below those that systems choose for connections and for port 0 (Linux: from 32,768 on)."""
+
+
 def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at now, nor before a server of the test does."""
+    for port in _PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("There is no free port.")
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -263,7 +263,7 @@ async def test_the_judge_is_asked_when_a_conversation_is_scored(tau2: Path, met:
     assert "is kind to the customer" in judge.asked[0] and "update_task_status" in judge.asked[0]
     assert "is kind to" not in json.dumps([task.public, run.asked])
     environment.judge = Verdicts("I cannot say.")
-    with pytest.raises(JudgeError, match="3 times"):
+    with pytest.raises(JudgeError, match="3 tries"):
         environment.score(task, Result(output=output))
     # Verdicts that were recorded with a conversation still count, and no judge is asked.
     unfinished = {**output, "messages": output["messages"][:-1]}

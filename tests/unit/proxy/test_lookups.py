@@ -28,7 +28,7 @@ async def test_what_there_is_is_found_by_the_official_clients(home: House) -> No
         assert [model.id async for model in models.list()] == ["tiny"]
     (model,) = (await client.models.list()).data
     assert "max_model_len" not in model.model_dump()
-    with pytest.raises(openai.NotFoundError, match="There is no model 'gpt-x' here, but 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-x' here: the model is 'tiny'"):
         await client.models.retrieve("gpt-x")
     with pytest.raises(anthropic.NotFoundError, match="does not count"):
         await claude.messages.count_tokens(model="any", messages=ASK)

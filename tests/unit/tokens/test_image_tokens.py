@@ -309,7 +309,7 @@ def test_a_row_says_that_experts_are_missing() -> None:
     assert aborted.experts is not None  # none of the aborted answer is trained
     assert len(aborted.experts.table) == 2
     other = experts_from(np.zeros((size_of(second) - 1, LAYERS + 1, EACH), np.uint8))
-    with pytest.raises(TokensError, match="form"):  # another model's
+    with pytest.raises(TokensError, match="shape"):  # another model's
         build([calls[0], replace(second, experts=other)])
 
 
