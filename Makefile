@@ -29,7 +29,7 @@
 # make peers       what tests run beside us, all but agents; make -j4 peers installs side by side
 # make procedural  reasoning-gym, for the tests of procedural math tasks (needs a C compiler)
 # make docs        the documentation as a site in build/site; fails on a broken link (needs network once)
-# make screenshots  the pictures of the documentation anew: a model learns meanwhile (minutes; ONLY=charts: some of them)
+# make screenshots  retakes the pictures of the documentation while a small model trains (minutes; ONLY=charts: some)
 # make cards       the score cards in the READMEs of the shipped environments anew
 # make size        how much the core with the math environment installs
 # make dist        wheel and sdist of both projects in dist/, tried in fresh environments

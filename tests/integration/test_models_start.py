@@ -109,7 +109,7 @@ def test_names_and_what_cannot_be_served(
         ("models start small", "not at nowhere: no such folder"),
         ("models start", "Give a model"),
         # What no trainer can compute is not served.
-        (f"{serve}.top_p 0.9", "--sampling.top_p 0.9: no trainer can learn rightly"),
+        (f"{serve}.top_p 0.9", "--sampling.top_p 0.9: no trainer can learn correctly"),
         (f"{serve}.temperature 0", "--sampling.temperature 0: a trainer learns nothing"),
     ):
         assert main(line.split()) == 2

@@ -1,4 +1,4 @@
-"""The loss's settings, and objectives by name: presets of them, with their papers and formulas.
+"""The loss's settings, and objectives by name: presets of them, described in objectives.toml.
 
 In: names, joined by `+`: `dapo+tis`. Out: values of the trainer's settings. Invariants: a
 preset only fills in settings that are not given, and all of them can be given; of two presets, the

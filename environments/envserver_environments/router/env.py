@@ -85,7 +85,7 @@ class Router(DataEnvironment):
         """Number of times that an invalid plan may be rewritten, each for 0.8 of the reward;
         false: none."""
         teachers: int = Field(default=1, ge=1, le=64)
-        """Number of models that write plans, each a random equal share: the agents `teacher_1`,
+        """Number of models that write plans, equal shares, at random: the agents `teacher_1`,
         `teacher_2`, ... (`agents.teacher_2.model_name`); 1: the agent `router`."""
         skip_bad: bool = False
         """Leave out lines of the file of queries that are not queries."""

@@ -52,9 +52,10 @@ _numbers = count(1)
 
 
 @asynccontextmanager
-async def house(kind: str, **settings: Any) -> AsyncIterator[RolloutContext]:
+async def house(kind: str, size: int = 4, **settings: Any) -> AsyncIterator[RolloutContext]:
     """All that `envserver process` runs, for one of the zoo's environments."""
     environment = find(f"{ZOO}:{kind}")()
+    environment.config.group_size = size
     patient = {"heartbeat_seconds": 30, "kill_grace_seconds": 30}
     tree = {"model": "sim", "workers": {"processes": 1}, **settings}
     tree["workers"] = {**patient, **tree["workers"]}
@@ -320,8 +321,7 @@ async def test_two_hundred_rollouts_whose_workers_are_killed_at_random() -> None
         "sandbox": {"concurrent": 12},
     }
     rng, killed, before = random.Random(1), 0, set(supervisors())
-    async with house("Plain", **settings) as parts:
-        parts.environment.config.group_size = 8
+    async with house("Plain", 8, **settings) as parts:
         (task, *_) = parts.environment.tasks("train")
         requests = (requested(number, env="plain", task=task) for number in range(25))
         making = asyncio.gather(*(make_group(parts, request) for request in requests))

@@ -255,7 +255,7 @@ def _read(output: bytes) -> Shown:
             frames.append((round(float(one["time"]), 3), url))
         return Shown(round(float(said["seconds"]), 3), tuple(frames))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise Broken("the process that decoded it closed its connection") from error
+        raise Broken("the process that decoded it wrote an incomplete or invalid answer") from error
 
 
 def _is_time(value: object) -> bool:
