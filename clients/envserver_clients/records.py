@@ -48,8 +48,6 @@ class Row:
         sampling: how the trained tokens were sampled.
         images: those among the tokens, in order, with their bytes and the range of their tokens.
         processor: digest of the engine's configuration that made tokens of them; "" if unknown.
-        share: part of the reward and of the advantage that the row gets, less than 1 if the agent
-            summarised its history and the server's `env.compaction_rewards` is length.
         experts: uint8 or uint16 [N, layers, experts per token], those that the engine routed the
             first N tokens to: at least all before the last trained one. None: not recorded.
     """
@@ -72,7 +70,6 @@ class Row:
     images: list[RowImage] = field(default_factory=list)
     processor: str = ""
     experts: Table | None = None
-    share: float = 1.0
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -160,8 +157,6 @@ def _rows_of_trajectory(
 ) -> Iterator[Row]:
     score = trajectory.score
     for sequence in trajectory.sequences:
-        if not sequence.share:
-            continue
         agent = sequence.agent
         reward = score.of_agent(agent)
         assert reward is not None  # as score.reward
@@ -184,7 +179,6 @@ def _rows_of_trajectory(
             images=images_of(sequence.images, group.images, len(sequence.tokens)),
             processor=str(group.rendering.get("processor", "")),
             experts=row_experts(sequence.experts, sequence.mask),
-            share=sequence.share,
         )
 
 

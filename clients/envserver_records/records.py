@@ -191,7 +191,6 @@ class Sequence(msgspec.Struct, kw_only=True):
         experts: of its first tokens, at least of all before the last trained one; None: unknown.
         follows: position in its trajectory of the row that it follows, because the agent started a
             new conversation with a summary (compaction); None: of none.
-        share: part of its agent's reward that it gets; 0: it is not trained.
     """
 
     tokens: Tokens
@@ -206,7 +205,6 @@ class Sequence(msgspec.Struct, kw_only=True):
     images: list[ImageSpan] = []
     experts: RoutedExperts | None = None
     follows: int | None = None
-    share: float = 1.0
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -176,8 +176,6 @@ def with_totals(score: Score, agents: Mapping[str, bool]) -> Score:
 
 
 Split = Literal["train", "validation", "test"]
-CompactionRewards = Literal["same", "last", "length"]
-"""How rows that follow each other by compaction get the reward of their rollout."""
 
 Json = dict[str, Any]
 """A JSON object."""

@@ -97,7 +97,6 @@ class _Shared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     attempts: list[FailedAttempt] = []
     printed: list[Printed] = []
     follows: list[int | None] = []
-    shares: list[float] = []
 
 
 class StoredRollout(_Shared, frozen=True, kw_only=True, eq=False):
@@ -422,9 +421,7 @@ _SAME: Final = set(Trajectory.__struct_fields__) & set(StoredRollout.__struct_fi
 
 def trajectory_of(rollout: StoredRollout, raw: Mapping[str, Any] | None = None) -> Trajectory:
     known = {name: getattr(rollout, name) for name in _SAME} | {
-        "sequences": [
-            _sequence(number, row, rollout.timings) for number, row in enumerate(rollout.rows)
-        ],
+        "sequences": [_sequence(number, row, rollout) for number, row in enumerate(rollout.rows)],
         "score": Score(
             reward=rollout.reward,
             components=rollout.components,
@@ -453,12 +450,12 @@ def _converted(
     }
 
 
-def _sequence(number: int, row: StoredRow, timings: list[Timing]) -> Sequence:
+def _sequence(number: int, row: StoredRow, rollout: StoredRollout) -> Sequence:
     length = len(row.tokens)
     calls = np.full(length, -1, np.int32)
-    for one in timings:
-        if one.row == number and one.call is not None:
-            calls[one.start : one.end] = one.call
+    for timing in rollout.timings:
+        if timing.row == number and timing.call is not None:
+            calls[timing.start : timing.end] = timing.call
     return Sequence(
         tokens=row.tokens,
         mask=row.mask,
@@ -470,6 +467,7 @@ def _sequence(number: int, row: StoredRow, timings: list[Timing]) -> Sequence:
         flags=row.flags,
         images=[ImageSpan(one.sha256, one.offset, one.length, one.grid) for one in row.images],
         experts=None if row.experts is None else experts_from(row.experts),
+        follows=dict(enumerate(rollout.follows)).get(number),
     )
 
 

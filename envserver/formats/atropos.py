@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 from envserver_records.experts import table_to_text
-from envserver_records.records import Group, Sequence, Trajectory
+from envserver_records.records import Group, Message, Sequence, Trajectory
 from envserver_records.returns import Earned, token_advantages, turn_advantages
 from envserver_records.tasks import RewardRange
 
@@ -32,38 +32,35 @@ def group_to_atropos(
 
     Trajectories without a reward are left out: they are never trained on. `overrides` tells
     trainers not to learn from truncated trajectories; it is None if no trajectory is truncated.
-    `advantages` has a value for each token if turns have rewards, or if rows share theirs: that of
-    the turn's own return, undiscounted, within its agent (`returns.turn_advantages`), times the
-    row's share; else it is None, and `scores` say all. Rows without a share are masked. `images`
-    says which tokens of each row stand for which image: {"sha256", "offset", "length", "grid"};
-    `image_data` has the bytes.
+    `advantages` has a value for each token if turns have rewards: that of the turn's own return,
+    undiscounted, within its agent (`returns.turn_advantages`); else it is None, and `scores` say
+    all. `images` says which tokens of each row stand for which image: {"sha256", "offset",
+    "length", "grid"}; `image_data` has the bytes.
 
     Args:
         score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to [-1,
             1].
     """
-    pairs = _rows_of(group)
-    rows = [row for _, row in pairs]
+    rows = _rows_of(group)
     return {
-        "tokens": [row.tokens.tolist() for row in rows],
-        "masks": [np.where(row.mask, row.tokens, NOT_TRAINED).tolist() for row in rows],
+        "tokens": [sequence.tokens.tolist() for _, sequence in rows],
+        "masks": [_masks(sequence) for _, sequence in rows],
         "scores": [
-            score_in_range(one.score.of_agent(row.agent) or 0.0, score_range, group.reward_range)
-            * (row.share or 1.0)
-            for one, row in pairs
+            score_in_range(
+                trajectory.score.of_agent(sequence.agent) or 0.0, score_range, group.reward_range
+            )
+            for trajectory, sequence in rows
         ],
-        "advantages": _advantages(group, pairs),
+        "advantages": _advantages(group, rows),
         "ref_logprobs": None,
-        "messages": [list(one.messages_of(row.agent)) for one, row in pairs]
+        "messages": [list(conversation_of(trajectory, row.agent)) for trajectory, row in rows]
         if include_messages
         else None,
-        "generation_params": _generation_params(group, rows),
-        "inference_logprobs": [
-            np.where(row.mask, row.logprobs, np.float32(NO_LOGPROB)).tolist() for row in rows
-        ],
-        "overrides": _overrides([one for one, _ in pairs]),
+        "generation_params": _generation_params(group, [sequence for _, sequence in rows]),
+        "inference_logprobs": [_logprobs(sequence) for _, sequence in rows],
+        "overrides": _overrides([trajectory for trajectory, _ in rows]),
         "group_overrides": None,
-        "images": _images(rows),
+        "images": _images([sequence for _, sequence in rows]),
         "env_id": None,
         "distill_token_ids": None,
         "distill_logprobs": None,
@@ -72,15 +69,11 @@ def group_to_atropos(
 
 def _rows_of(group: Group) -> list[tuple[Trajectory, Sequence]]:
     return [
-        (trajectory, sequence if sequence.share else _masked(sequence))
+        (trajectory, sequence)
         for trajectory in group.trajectories
         if trajectory.score.reward is not None
         for sequence in trajectory.sequences or [_text_only()]
     ]
-
-
-def _masked(row: Sequence) -> Sequence:
-    return msgspec.structs.replace(row, mask=np.zeros_like(row.mask))
 
 
 def expert_rows(group: Group) -> list[str | None] | None:
@@ -113,6 +106,12 @@ def image_data(group: Group) -> dict[str, str]:
     return {name: base64.b64encode(data).decode() for name, data in group.images.items()}
 
 
+def conversation_of(trajectory: Trajectory, agent: str | None) -> list[Message]:
+    """Returns the last conversation of `agent`: one of `others`, else that of the trajectory."""
+    others = (one.messages for one in trajectory.others if one.agent == agent)
+    return next(others, trajectory.messages)
+
+
 def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) -> float:
     """Returns a reward within `bounds` as a score in `score_range`; unchanged if they are not
     finite."""
@@ -123,7 +122,7 @@ def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) 
 
 
 def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[list[float]] | None:
-    if not any(trajectory.score.turns or 0 < row.share < 1 for trajectory, row in rows):
+    if not any(trajectory.score.turns for trajectory, _ in rows):
         return None
     trajectories = [one for one in group.trajectories if one.score.reward is not None]
     found: dict[tuple[str, str | None], dict[int, float]] = {}
@@ -132,8 +131,8 @@ def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[l
         for one, by_call in zip(trajectories, turn_advantages(earned), strict=True):
             found[one.rollout_id, agent] = by_call
     return [
-        (row.share * token_advantages(row.calls, found[one.rollout_id, row.agent], 0.0)).tolist()
-        for one, row in rows
+        token_advantages(sequence.calls, found[trajectory.rollout_id, sequence.agent], 0.0).tolist()
+        for trajectory, sequence in rows
     ]
 
 
@@ -145,8 +144,26 @@ def _earned(trajectory: Trajectory, agent: str | None) -> Earned:
 
 def _text_only() -> Sequence:
     none = np.empty(0, np.int32)
-    mask, logprobs = none.astype(np.uint8), none.astype(np.float32)
-    return Sequence(tokens=none, mask=mask, logprobs=logprobs, calls=none, versions=none, path=[])
+    return Sequence(
+        tokens=none,
+        mask=np.empty(0, np.uint8),
+        logprobs=np.empty(0, np.float32),
+        calls=none,
+        versions=none,
+        path=[],
+    )
+
+
+def _masks(sequence: Sequence) -> list[int]:
+    masks: list[int] = np.where(sequence.mask, sequence.tokens, NOT_TRAINED).tolist()
+    return masks
+
+
+def _logprobs(sequence: Sequence) -> list[float]:
+    logprobs: list[float] = np.where(
+        sequence.mask, sequence.logprobs, np.float32(NO_LOGPROB)
+    ).tolist()
+    return logprobs
 
 
 def _overrides(trajectories: list[Trajectory]) -> list[dict[str, Any]] | None:

@@ -45,7 +45,7 @@ from envserver_records.records import (
     Trajectory,
     Usage,
 )
-from envserver_records.tasks import CompactionRewards, TurnReward
+from envserver_records.tasks import TurnReward
 from envserver_records.timings import MOST_TIMINGS, HookEvent, Timing
 
 from ..environment import NO_REWARDS, Isolation
@@ -275,8 +275,7 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    config = context.environment.config
-    work = partial(_built, attempt, calls, trained, context.actions, config.compaction_rewards)
+    work = partial(_built, attempt, calls, trained, context.actions)
     # A millisecond is not worth the way to a thread and back.
     built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built
@@ -297,7 +296,7 @@ async def run_attempt(
         turn_rewards=[_resolved(attempt, one, answered) for one in attempt.turn_rewards],
         calls={agent or "": indices for agent, indices in answered.items()},
     )
-    started_at, shown = attempt.timeline.started_at, config.include_messages
+    started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages
     trajectory = Trajectory(
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
@@ -382,16 +381,12 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 
 
 def _built(
-    attempt: ProxyAttempt,
-    calls: list[Call],
-    trained: list[Call],
-    actions: Actions,
-    rule: CompactionRewards,
+    attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
 ) -> tuple[list[Sequence], list[Timing], dict[str, bytes]]:
     """Takes tens of milliseconds for hundreds of long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
-    mark_compaction(sequences, trained, rule)
+    mark_compaction(sequences, trained)
     shown = {image.sha256 for row in sequences for image in row.images}
     held = held_by(call.messages for call in trained) if shown else {}
     images = {sha256: held[sha256] for sha256 in sorted(shown)}

@@ -159,8 +159,7 @@ async def check(
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
     compacted = sum(one.compacted for one in played.plays)
-    rule = f"--env.compaction_rewards {environment.config.compaction_rewards}"
-    note = f"{compacted} played rollouts summarised their history: {rule} rewards their rows."
+    note = f"{compacted} played rollouts summarised their history: each row has the whole reward."
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,8 +59,8 @@ def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) ->
         begin = len(kept_rows)
         kept_rows += rows
         new_scores += [
-            score_in_range(score.of_agent(agent) or 0.0, score_range, bounds) * share
-            for _, agent, share in _rows(rollout)
+            score_in_range(score.of_agent(agent) or 0.0, score_range, bounds)
+            for agent in _agents(rollout)
         ]
         rollouts.append(_rescored(rollout, score, list(range(begin, len(kept_rows)))))
     if not rollouts:
@@ -94,21 +93,20 @@ def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:
 
 def _score_range(line: Json) -> ScoreRange:
     """Returns the range of the line's scores; "unit" if all rewards are 1, which fits both."""
-    scores = line["scores"]
     pairs = [
-        ((rollout.get("rewards") or {}).get(agent or "", rollout["reward"]) * share, scores[row])
+        ((rollout.get("rewards") or {}).get(agent or "", rollout["reward"]), line["scores"][row])
         for rollout in line["envserver"]["rollouts"]
-        for row, agent, share in _rows(rollout)
+        for row, agent in zip(rollout["rows"], _agents(rollout), strict=True)
         if rollout["reward"] is not None
     ]
     is_unit = all(abs(reward - score) < 1e-6 for reward, score in pairs)
     return "unit" if is_unit else "pm1"
 
 
-def _rows(rollout: Json) -> Iterator[tuple[int, str | None, float]]:
-    """Yields row, agent and part of the score; older files only have the row."""
-    parts = rollout["rows"], rollout.get("agents") or (), rollout.get("shares") or ()
-    return ((row, agent, share or 1.0) for row, agent, share in zip_longest(*parts))
+def _agents(rollout: Json) -> list[str | None]:
+    """Older files do not name them."""
+    agents = list(rollout.get("agents") or [])
+    return agents + [None] * (len(rollout["rows"]) - len(agents))
 
 
 def old_reward(rollout: Mapping[str, Any]) -> float | None:

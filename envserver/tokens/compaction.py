@@ -1,4 +1,4 @@
-"""Marks the rows that follow others by compaction, and shares the reward of a rollout among them.
+"""Marks the rows that follow others by compaction.
 
 An agent that summarises its history starts a new conversation, and so a new row. A conversation
 holds all calls whose messages continue each other, however often they were rendered anew. It
@@ -14,17 +14,18 @@ follows another one of the same agent and model only where the record leaves no 
 
 from __future__ import annotations
 
-from collections import Counter
-
 from envserver_records.records import Call, Message, Sequence
-from envserver_records.tasks import CompactionRewards
 
 _SETUP = ("system", "developer")
+_MOST_CONVERSATIONS = 64
+"""An agent with more asks many short questions; comparing each with each would take seconds."""
 
 
-def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRewards) -> None:
-    """Sets `follows` and `share` of the rows of one rollout; `calls` are in order of commit."""
+def mark_compaction(rows: list[Sequence], calls: list[Call]) -> None:
+    """Sets `follows` of the rows of one rollout; `calls` are in order of commit."""
     owners, talks = _conversations(rows, calls)
+    if not 1 < len(talks) <= _MOST_CONVERSATIONS:
+        return
     ends = [talk[-1].started_at + talk[-1].seconds for talk in talks]
     earlier: dict[int, int] = {}
     heads = [*range(len(talks))]  # the first conversation of all that each one follows
@@ -47,29 +48,23 @@ def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRew
         if likely:
             earlier[late] = max(likely)[2]
             heads[late] = heads[earlier[late]]
-    trained: Counter[int] = Counter()
-    for row in rows:
-        trained[heads[owners[row.path[0]]]] += int(row.mask.sum())
     for row in rows:
         owner = owners[row.path[0]]
         if owner in earlier and row.path[0] == talks[owner][0].index:
             last = talks[earlier[owner]][-1].index
             row.follows = next(number for number, other in enumerate(rows) if last in other.path)
-        if rule == "last" and owner in earlier.values():
-            row.share = 0.0
-        elif rule == "length" and heads.count(heads[owner]) > 1:
-            row.share = int(row.mask.sum()) / trained[heads[owner]]
 
 
 def _conversations(
     rows: list[Sequence], calls: list[Call]
 ) -> tuple[dict[int, int], list[list[Call]]]:
-    """Returns the calls of each conversation, and its number by the first call of each row."""
+    """Returns the calls of each conversation, and its number by the first call of each row; not all
+    of them, if there are more than are compared."""
     roots = {index: row.path[0] for row in rows for index in row.path}
     owners: dict[int, int] = {}
     talks: list[list[Call]] = []
     for call in calls:
-        if call.index in roots:
+        if call.index in roots and len(talks) <= _MOST_CONVERSATIONS:
             owner = owners.get(roots[call.index])
             if owner is None:
                 known = (n for n, talk in enumerate(talks) if _continues(call, talk[-1]))
@@ -102,4 +97,4 @@ def _agent(call: Call) -> tuple[str | None, str]:
 
 def _part(call: Call, *, setup: bool = False) -> list[Message]:
     """Returns the system messages of a request, or all others."""
-    return [one for one in call.messages if (one.get("role") in _SETUP) == setup]
+    return [message for message in call.messages if (message.get("role") in _SETUP) == setup]

@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -34,7 +34,6 @@ class Completion:
         images: those among all the tokens, in order; their places count from the prompt's begin.
         experts: [N, layers, experts per token], that the engine routed the first N tokens to: all
             tokens but the last. None: not recorded.
-        share: part of the reward that it gets; 1 if it stands for the whole trajectory.
     """
 
     prompt_ids: list[int]
@@ -46,17 +45,16 @@ class Completion:
     agent: str | None = None
     images: list[RowImage] = field(default_factory=list)
     experts: Table | None = None
-    share: float = 1.0
 
 
 def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | None:
-    """Splits `sequence`; None if nothing of it is trained. Tokens after the last trained one
+    """Splits `sequence`; None if none of its tokens is trained. Tokens after the last trained one
     are left out: they teach nothing.
 
     Raises InputError: the bytes of an image are missing, or routed experts do not fit.
     """
     trained = np.flatnonzero(sequence.mask)
-    if not trained.size or not sequence.share:
+    if not trained.size:
         return None
     first, end = int(trained[0]), int(trained[-1]) + 1
     tokens: list[int] = sequence.tokens.tolist()
@@ -76,7 +74,6 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
         agent=sequence.agent,
         images=shown,
         experts=None if experts is None else experts[: end - 1],
-        share=sequence.share,
     )
 
 
@@ -223,7 +220,7 @@ def main_completion(trajectory: Trajectory, agent: str | None = None) -> Complet
     found = completions_of_agent(trajectory, agent)
     if not found:
         raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
-    return replace(max(reversed(found), key=lambda one: sum(one.mask)), share=1.0)
+    return max(reversed(found), key=lambda one: sum(one.mask))
 
 
 def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:

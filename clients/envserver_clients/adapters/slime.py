@@ -121,7 +121,7 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
     sample.rollout_log_probs = masked_logprobs(row, row.mask)
     if row.experts is not None:
         sample.rollout_routed_experts = row.experts.astype(np.int32)
-    sample.reward = row.share * reward_of(trajectory, row.agent)
+    sample.reward = reward_of(trajectory, row.agent)
     sample.weight_versions = [str(version) for version in sorted({*row.versions} - {-1})]
     sample.status = statuses.TRUNCATED if trajectory.truncated else statuses.COMPLETED
     sample.remove_sample = trajectory.truncated

@@ -183,7 +183,7 @@ def outputs_of(
 def _output(trajectory: Trajectory, row: Completion, length: int) -> Json:
     length, images = _within(row, length)
     mask = loss_mask(trajectory, row)
-    reward, usage = row.share * reward_of(trajectory, row.agent), trajectory.usage
+    reward, usage = reward_of(trajectory, row.agent), trajectory.usage
     turns = turn_rewards(trajectory, row)
     versions = [version for version in row.versions if version != _UNKNOWN]
     return {

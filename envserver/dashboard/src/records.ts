@@ -123,9 +123,8 @@ export interface RowFacts {
   agent: string | null;
   flags: string[];
   path: number[];
-  /** The row that it follows by compaction, and its part of the reward. */
+  /** The row that it follows by compaction. */
   follows?: number | null;
-  share?: number;
 }
 
 export interface Action {
