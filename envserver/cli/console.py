@@ -34,7 +34,9 @@ def show_rows(rows: Sequence[Sequence[str]]) -> None:
     start = sum(widths[:-1])
     room = max(20, shutil.get_terminal_size((1 << 20, 24)).columns - start)
     for row in rows:
-        first, *others = textwrap.wrap(row[-1], room) or [""]
+        first, *others = textwrap.wrap(
+            row[-1], room, break_long_words=False, break_on_hyphens=False
+        ) or [""]
         print("".join([*map(str.ljust, row[:-1], widths), first]).rstrip())
         for line in others:
             print(" " * start + line)

@@ -230,12 +230,12 @@ def _robustness(report: Report) -> TextTable:
         if found is None
         else [
             ["both pass or both fail", estimate_text(found.consistency)],
-            ["reward with the worst wording", estimate_text(found.worst_reward)],
-            ["passes with the worst wording", estimate_text(found.worst_pass)],
+            ["reward with the worst variant", estimate_text(found.worst_reward)],
+            ["passes with the worst variant", estimate_text(found.worst_pass)],
         ]
     )
     ways = 0 if found is None else len(found.variants) + 1
-    return TextTable("Robustness", ["", f"in {ways} wordings"], rows)
+    return TextTable("Robustness", ["", f"in {ways} variants"], rows)
 
 
 def _by_attempts(report: Report) -> TextTable:

@@ -109,7 +109,7 @@ class Strangers:
                 self._failures.popitem(last=False)
         self._failures[place] = bucket
         if wait := bucket.wait_seconds(1, now):
-            raise TooManyRequests("Too many requests without a valid token.", wait)
+            raise TooManyRequests("Too many requests without a valid token from this address.", wait)
         bucket.take(1, now)
 
 

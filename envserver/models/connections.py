@@ -466,7 +466,7 @@ async def whole(
 def _retryable(replica: Replica, error: HttpError) -> RetryableError:
     at = f"The engine at {replica.url}"
     if isinstance(error, NoConnection):
-        message = f"{at} refuses connections: {error}."
+        message = f"{at} cannot be reached: {error}."
         hint = TRUST_HINT if isinstance(error, NotTrusted) else ""
         return RetryableError(
             EngineUnavailable(message, hint=hint, base_url=replica.url), "refused"

@@ -59,7 +59,7 @@ async function answer(path: string, init: RequestInit): Promise<unknown> {
 export interface Loaded<T> {
   data: T | null;
   problem: Problem | null;
-  /** Reads again; what is shown stays until the answer is there. A request that is under way is never aborted. */
+  /** Reads again; what is shown stays until the answer is there. It never aborts a request that is under way. */
   again: () => void;
 }
 

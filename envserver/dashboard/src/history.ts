@@ -1,6 +1,6 @@
 // The numbers of the last hour, read once and kept up by the stream while the page is open.
 
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { get, Problem, useGet } from "./api";
 import { on, useLive } from "./live";
 import { type Sample, Series, type SeriesAnswer } from "./series";
@@ -48,12 +48,9 @@ export function useRecent(): Recent {
 /** A longer time, read again every minute; null: nothing is read. */
 export function useLong(seconds: number | null, points: number): Recent {
   const { data, problem, again } = useGet<SeriesAnswer>(seconds === null ? null : pathOf(seconds, points), 60);
-  const [made, make] = useState<{ data: SeriesAnswer; series: Series } | null>(null);
   useLive("resync", again);
-  useEffect(() => {
-    if (data) make({ data, series: new Series(data) });
-  }, [data]);
-  return { series: made && made.data === data ? made.series : null, problem };
+  const series = useMemo(() => (data ? new Series(data) : null), [data]);
+  return { series, problem };
 }
 
 on("sample", ({ time, series }: { time: number; series: Sample[] }) => {

@@ -161,7 +161,7 @@ function GroupFacts({ head }: { head: GroupHead }) {
         </span>
         <span>{visible(head.split)}</span>
         <span>{visible(head.model)}</span>
-        <span>{head.policy_version < 0 ? "no policy version" : `version ${head.policy_version}`}</span>
+        <span>{head.policy_version < 0 ? "no known policy version" : `version ${head.policy_version}`}</span>
         <span>{clock(head.created_at)}</span>
         {lost.length > 0 && <span class="warn">lost: {visible(lost.join(", "))}</span>}
       </p>

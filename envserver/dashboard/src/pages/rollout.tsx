@@ -97,7 +97,7 @@ export function RolloutPage({ id, number }: { id: string; number: number }) {
               task <a href={link(["tasks", data.group.env, data.group.task_id])}>{named(data.group.task_id)}</a>
             </span>
             <span>{visible(data.group.model)}</span>
-            <span>{data.group.policy_version < 0 ? "no policy version" : `version ${data.group.policy_version}`}</span>
+            <span>{data.group.policy_version < 0 ? "no known policy version" : `version ${data.group.policy_version}`}</span>
             <span class="mono">{visible(data.rollout.rollout_id)}</span>
           </p>
           <Outcome rollout={data.rollout} range={data.group.reward_range} weights={data.group.component_weights} />

@@ -184,7 +184,7 @@ function RunningNow() {
               </table>
             </div>
           ) : (
-            <p class="dim">No rollout is in progress. They start again when a trainer has taken groups from the queue.</p>
+            <p class="dim">No rollout is in progress. If the queue is full, they start again when a trainer has taken groups from it.</p>
           )
         }
       </Show>

@@ -17,11 +17,12 @@ const OFFERS: Record<string, (row: GroupRow) => (string | null)[]> = {
   flag: (row) => row.flags ?? [],
   split: (row) => [row.split],
   model: (row) => [row.model],
-  state: (row) => [row.state],
   version_from: (row) => (row.policy_version < 0 ? [] : [String(row.policy_version)]),
 };
 const MOST_ROWS = 400;
 const MOST_OFFERED = 50;
+
+const STATES = ["buffered", "queued", "leased", "acked", "dropped"];
 
 export function Filters({ query, rows }: { query: URLSearchParams; rows: readonly GroupRow[] }) {
   const source = useSource();
@@ -38,7 +39,7 @@ export function Filters({ query, rows }: { query: URLSearchParams; rows: readonl
       <Field query={query} name="environment" label="Environment" options={offered.environment} />
       <Field query={query} name="task" isRare label="Task" hint="its id" />
       <Choice query={query} name="end" isRare label="End" options={offered.end!} />
-      <Choice query={query} name="flag" isRare label="Flag" options={offered.flag!} />
+      <Field query={query} name="flag" isRare label="Flag" options={offered.flag} />
       <label>
         Order
         <select value={query.get("order") ?? "newest"} onChange={(event) => setQuery({ order: event.currentTarget.value, chosen: null })}>
@@ -54,8 +55,8 @@ export function Filters({ query, rows }: { query: URLSearchParams; rows: readonl
       {isOpen && (
         <div class="filters more-filters">
           <Choice query={query} name="split" label="Split" options={offered.split!} />
-          <Choice query={query} name="model" label="Model" options={offered.model!} />
-          <Choice query={query} name="state" label="State" options={offered.state!} />
+          <Field query={query} name="model" label="Model" options={offered.model} />
+          <Choice query={query} name="state" label="State" options={STATES} />
           <Field query={query} name="min_reward" label="Mean reward from" type="number" />
           <Field query={query} name="max_reward" label="to" type="number" />
           <Field query={query} name="spread_above" label="Highest − lowest reward above" type="number" />
@@ -122,7 +123,7 @@ export function Field({ query, name, label, type = "text", hint, options, isRare
   );
 }
 
-/** A field with few values, all of which are offered. */
+/** A field with few values. */
 export function Choice({ query, name, label, options, isRare }: Omit<FieldProps, "type" | "hint"> & { options: readonly string[] }) {
   const given = query.get(name) ?? "";
   return (
