@@ -109,7 +109,8 @@ class Strangers:
                 self._failures.popitem(last=False)
         self._failures[place] = bucket
         if wait := bucket.wait_seconds(1, now):
-            raise TooManyRequests("Too many requests without a valid token from this address.", wait)
+            words = "Too many requests without a valid token from this address."
+            raise TooManyRequests(words, wait)
         bucket.take(1, now)
 
 
