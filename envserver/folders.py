@@ -127,7 +127,7 @@ def _described(error: BaseException, top: Path) -> str:
     """The error, with the file and line below `top` where it arose."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}."
-    text = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(".") + "."
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500].removesuffix(".") + "."
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -190,7 +190,8 @@ class ServiceRouter:
                     error=str(error),
                     exc_info=is_new,
                 )
-                raise ServiceError(failed, place="", **may_be_bug(error)) from error
+                said = f"{hash(str(error)):x}"
+                raise ServiceError(failed, place="", said=said, **may_be_bug(error)) from error
         if len(body) > _MOST_ANSWER_BYTES:
             raise ServiceError(f"The answer of {name!r} is over {_MOST_ANSWER_BYTES} bytes.")
         return body

@@ -260,14 +260,14 @@ def _check_method(
     environment: type[Environment], name: str, declared: Callable[..., Any], reference: str
 ) -> None:
     """Raises ConfigError for a method that cannot be called as `declared` is, or not waited for."""
-    method = getattr(environment, name)
+    method = inspect.getattr_static(environment, name)
     if method is declared or not inspect.isfunction(method):
         return
     wanted = ", ".join(inspect.signature(declared).parameters)
     may_wait = "Await" in str(declared.__annotations__) or inspect.iscoroutinefunction(declared)
     waits = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     try:
-        inspect.signature(method).bind(*wanted.split(", "))
+        inspect.signature(method, follow_wrapped=False).bind(*wanted.split(", "))
     except TypeError as error:
         problem = f"cannot be called with ({wanted}): {error}"
     else:
@@ -289,9 +289,11 @@ def misspelt(environment: type[Environment]) -> list[str]:
     own = {name: value for kind in kinds for name, value in vars(kind).items()}
     known = [name for name in dir(Environment) if not name.startswith("_") and name not in own]
     return [
-        f"{environment.__name__}.{name} is not used: is it {near[0]!r}? {_place(value)}".strip()
+        f"{environment.__name__}.{name} is not one of Environment's: did you mean {near[0]!r}? "
+        + _place(value)
         for name, value in own.items()
-        if not (name.startswith("_") or hasattr(Environment, name))
+        if inspect.isfunction(value)
+        and not (name.startswith("_") or hasattr(Environment, name))
         and (near := difflib.get_close_matches(name, known, n=1, cutoff=0.85))
     ]
 

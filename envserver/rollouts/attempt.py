@@ -409,7 +409,7 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
     _raise_bug(attempt)
     failure, unanswered = attempt.failure, attempt.engine_failure
     # Nor is the model to blame for what follows a failed sandbox or service.
-    ours = attempt.sandbox_failure or attempt.service_failure
+    ours = _failed_sandbox(attempt) or attempt.service_failure
     models_code = isolation == "sandboxed" and bool(attempt.calls)
     refused = unanswered is not None and unanswered.detail.get("status") in _REQUESTS_FAULT
     if models_code and refused:
@@ -455,6 +455,12 @@ def _raise_bug(attempt: ProxyAttempt) -> None:
         raise as_error(failure)
 
 
+def _failed_sandbox(attempt: ProxyAttempt) -> Failure | None:
+    """Code of the model, too, can ask for a sandbox that is not declared."""
+    failure = attempt.sandbox_failure
+    return None if failure is not None and "bug" in failure.detail else failure
+
+
 def _named_limit(failure: Failure) -> str:
     name = str(failure.detail.get("limit", ""))
     return name if _LIMIT.fullmatch(name) else "time"
@@ -467,7 +473,7 @@ def dying_limit(attempt: ProxyAttempt, death: WorkerError, *, blames_model: bool
     limit = limit_of_death(death, spoke=bool(attempt.calls), overdue=overdue)
     if limit is None or not blames_model:
         raise death
-    cause = attempt.engine_failure or attempt.sandbox_failure or attempt.service_failure
+    cause = attempt.engine_failure or _failed_sandbox(attempt) or attempt.service_failure
     if cause is not None and cause.outcome is Outcome.RETRY:
         raise as_error(cause)
     return limit

@@ -224,7 +224,7 @@ class GroupFailures:
             try:
                 return await attempt(deaths)
             except RolloutError as error:
-                self._errors[error.message] += 1
+                self._errors[f"{error.message}{error.detail.pop('said', '')}"] += 1
                 is_all = len(self._errors) == 1 and self._errors.total() >= enough
                 is_suspect = "may_be_bug" in error.detail and not is_bug(error)
                 if is_suspect and is_all and not self.scored:

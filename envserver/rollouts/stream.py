@@ -102,7 +102,9 @@ def group_requests(
     for _ in itertools.count() if repeat else range(1):
         before = index
         for task in tasks_of(environment, config.split):
-            if index < compared and (first := seen.setdefault(task.id, index)) != index:
+            if index == compared:
+                seen = {}
+            elif index < compared and (first := seen.setdefault(task.id, index)) != index:
                 _warn_of_equal_ids(environment, task.id, first, index)
                 compared = 0
             yield request_for(environment, task, group_id(prefix, index, task.id), index)

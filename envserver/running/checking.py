@@ -221,7 +221,7 @@ class _Plays:
         try:
             finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
-            why = f"{error} {error.detail.get('place', '')}"
+            why = f"{error} {error.detail.get('place', '')}".strip()
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=why, raised=True))
             return
         if WAYS[name].differs and rollout_id not in self._players.differing:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -53,15 +54,19 @@ async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, 
     async with AsyncExitStack() as stack:
         starting = f"Environment {environment.name!r} cannot start its services"
         hint = "Return nullcontext({...}), or put @contextlib.asynccontextmanager above `services`."
+        with blaming(starting, environment.services):
+            services: Any = environment.services()
+            is_context = isinstance(services, AbstractAsyncContextManager)
+            if is_context:
+                services = await stack.enter_async_context(services)
         with blaming(starting, environment.services, hint):
-            services = await stack.enter_async_context(environment.services())
-            if not isinstance(services, Mapping):
-                raise TypeError(f"it must give a dict of services, not {services!r:.50}")
+            if not (is_context and isinstance(services, Mapping)):
+                raise TypeError(f"it must open a dict of services, not give {services!r:.50}")
         try:
             yield services
         finally:
             with blaming(f"Environment {environment.name!r} cannot end its services"):
-                await stack.aclose()
+                await stack.__aexit__(*sys.exc_info())
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:
