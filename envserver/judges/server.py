@@ -162,7 +162,7 @@ class JudgeServer:
         await asyncio.to_thread(self._cache.close)
 
     def register(self, pause: Pause) -> JudgeAddress:
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)
         self._scorers[key] = pause
         return JudgeAddress(self._socket, key)
 

@@ -250,7 +250,7 @@ class Proxy:
 
     def open_unrecorded(self) -> str:
         """Returns a key for a foreign environment, without limits or recording."""
-        key = secrets.token_urlsafe(24)
+        key = secrets.token_hex(24)
         self._unrecorded.add(key)
         return key
 

@@ -33,7 +33,7 @@ async def serve_tools(
 
     await import_mcp("An agent that speaks MCP")
     failures: list[Exception] = []
-    secret = secrets.token_urlsafe(24)
+    secret = secrets.token_hex(24)
     app = _server(tools, on_result, failures).streamable_http_app(
         streamable_http_path=f"/{secret}/mcp"
     )
