@@ -193,7 +193,8 @@ class Environment(abc.ABC, Generic[TaskT]):
         """Returns what an external agent gets for `task`, which runs instead of `rollout`
         (`--agent`), and how its output is read; may be `async def`.
 
-        It runs in the worker, which then runs the program, too: isolation "sandboxed".
+        It runs in the worker, which then runs the program, too: isolation "sandboxed". Without this
+        method (it raises NotImplementedError) `--agent` is refused at the start.
         """
         raise NotImplementedError
 

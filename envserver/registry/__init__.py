@@ -274,12 +274,8 @@ def _check_method(
         if may_wait or not waits:
             return
         problem = "cannot be `async`"
-    problem = f"{environment.__name__}.{name} {problem} {_place(method)}"
+    problem = f"{environment.__name__}.{name} {problem} {place_of(ConfigError(''), method)}"
     raise ConfigError(f"{reference}: {problem}", hint=f"Write: def {name}({wanted}):")
-
-
-def _place(method: Callable[..., Any]) -> str:
-    return place_of(ConfigError(""), method)
 
 
 def misspelt(environment: type[Environment]) -> list[str]:
@@ -290,7 +286,7 @@ def misspelt(environment: type[Environment]) -> list[str]:
     known = [name for name in dir(Environment) if not name.startswith("_") and name not in own]
     return [
         f"{environment.__name__}.{name} is not one of Environment's: did you mean {near[0]!r}? "
-        + _place(value)
+        + place_of(ConfigError(""), value)
         for name, value in own.items()
         if inspect.isfunction(value)
         and not (name.startswith("_") or hasattr(Environment, name))

@@ -200,7 +200,7 @@ _SHORTEST_UNSEEN_SECONDS: Final = 0.02
 by themselves."""
 _FEW_PARTICIPANTS: Final = 50
 _SECONDS_EACH: Final = 3e-5
-"""A deal among more than a few serves for so long for each of them: twenty times what it costs."""
+"""A deal among more serves for so long per participant, about twenty times what it costs."""
 
 
 class RunnerNews:

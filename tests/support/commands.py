@@ -228,7 +228,7 @@ _PORTS = itertools.count(random.randrange(10_000, 30_000))
 
 
 def free_port() -> int:
-    """A port that nobody listens at now, nor before a server of the test does."""
+    """A free port, which no other process is given before a server of the test listens."""
     for port in _PORTS:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
