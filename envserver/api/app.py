@@ -193,6 +193,7 @@ def create_api(
     health: Health | None = None,
     include_messages: bool = True,
     score_range: ScoreRange = "unit",
+    longest_row: int = 0,
     retention: RetentionConfig | None = None,
     runners: RunnerRegistry | None = None,
     orders: Orders | None = None,
@@ -210,6 +211,7 @@ def create_api(
         health: parts that must be ready; None: only the store.
         include_messages, score_range: how groups of local environments are sent to Atropos
             trainers.
+        longest_row: tokens that a row of theirs may have.
         retention: which delivered groups are deleted from the store; None: none.
         runners: None: a new registry with the default capacity.
         alarms: None: by the default thresholds, if there are metrics.
@@ -236,6 +238,7 @@ def create_api(
         lease_seconds=settings.lease_seconds,
         include_messages=include_messages,
         score_range=score_range,
+        longest_row=longest_row,
         silent_after_seconds=settings.silent_after_seconds,
         minimums=runners.table.minimums,
         version=lambda: policy.version,

@@ -145,6 +145,8 @@ def show_result(console: Console, run: GroupRun, settings: Settings) -> None:
         if settings.model == SIMULATED:
             console.print("The model was simulated: these rewards do not measure a real model.")
         console.say(tally.costs_line())
+        if lengths := tally.lengths_line():
+            console.say(lengths)
     for path, groups in run.written().items():
         console.say(f"{counted(groups, 'group')} in {path}")
     for counts, noun in ((tally.drops, "dropped group"), (tally.failures, "failed attempt")):

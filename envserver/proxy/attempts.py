@@ -169,10 +169,12 @@ _MAX_LOG_BYTES = 8 * 1024 * 1024
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Turns are counted for each agent, tokens for all trained ones together; None: unlimited."""
+    """Turns are counted for each agent, completion tokens for all trained ones together; a row is a
+    trained call's prompt and answer. None: unlimited."""
 
     max_turns: int
     max_completion_tokens: int | None
+    max_row_tokens: int | None = None
 
 
 class AgentRoute(msgspec.Struct, frozen=True, kw_only=True):
@@ -384,12 +386,10 @@ class ProxyAttempt:
             raise self.reached("time", "The time of this rollout is used up.")
 
     async def reserve(
-        self, wanted: int | None, choices: int, agent: str | None = None
+        self, each: int | None, choices: int, agent: str | None = None
     ) -> TokenReservation:
-        """Reserves up to `wanted` tokens per answer; those of untrained agents do not count."""
+        """Reserves up to `each` tokens per answer; those of untrained agents do not count."""
         route = self.spec.route(agent)
-        cap = route.sampling.get("max_tokens")
-        each = min((n for n in (wanted, cap) if n is not None), default=None)
         limit = self.spec.limits.max_completion_tokens if route.trained else None
         if limit is None:
             return TokenReservation(self, each, 0)

@@ -148,6 +148,8 @@ class AgentSession(NamedTuple):
     hooks: Hooks | None
 
 
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -176,6 +178,8 @@ class CallTask:
         self._wants_experts = self._route.trained and session.endpoint.tokens.experts
         self._experts_start = 0
         self._images: list[str] = []
+        self._most_tokens: int | None = None
+        """Of each answer, as the agent, the run and the length of a row allow."""
         self._ready: ReadyEngine
         self._collector: Collector | None = None
         self.task: asyncio.Task[dict[str, Any]] | None = None
@@ -218,7 +222,46 @@ class CallTask:
         if self._wants_experts and self._prompt.parent is not None:
             self._experts_start = first_unknown(self._attempt.calls[self._prompt.parent])
             self._body.body[EXPERTS_START] = self._experts_start
+        wanted = (self.request.wanted_tokens, self._route.sampling.get("max_tokens"))
+        self._most_tokens = min((n for n in wanted if n is not None), default=None)
+        most = self._attempt.spec.limits.max_row_tokens
+        if most is not None and self._route.trained and self._ready.exact and not images:
+            self._most_tokens = await self._fitting(self._most_tokens, most)
         note_tools(self._attempt, self._agent, request)
+
+    async def _fitting(self, wanted: int | None, most: int) -> int | None:
+        """Returns how many of the `wanted` tokens an answer may have so that its row has at most
+        `most`; None: as many as the engine gives.
+
+        Raises:
+            EngineRefused: not even one. It reads like an engine's own, since agents' clients
+                shorten their conversation then.
+        """
+        plan, context = self._prompt, self._ready.max_model_len
+        # The engine's context ends an answer that has no limit; a limit beyond it is refused.
+        ends_first = context is not None and most < context
+        if plan.ids is None and (wanted is not None or not ends_first):
+            shown = plan.text or f"{self._sent.messages}{self._sent.tools}{self._sent.prompt}"
+            if _MOST_BYTES * len(shown) + (wanted or 1) <= most:
+                return wanted  # a token has at least one byte
+        try:
+            prompt = await self._ready.prompt_tokens(
+                self._attempt, plan, self._body.body, self._agent
+            )
+        except EngineError:
+            return wanted  # the call itself will say what is wrong
+        # Without a first answer nothing could be trained: the group is dropped, and says why.
+        if prompt is None or (prompt >= most and not self._attempt.calls):
+            return wanted
+        if prompt >= most:
+            raise EngineRefused(
+                f"This model's maximum context length is {most} tokens here "
+                f"(env.max_token_length). However, your messages resulted in {prompt} tokens.",
+                status=400,
+            )
+        if wanted is None:
+            return most - prompt if ends_first else None
+        return min(wanted, most - prompt)
 
     def _can_stream(self) -> bool:
         """Returns whether the answer can be a true stream.
@@ -488,8 +531,7 @@ class CallTask:
             yield span
 
     async def _reserved(self) -> TokenReservation:
-        request = self.request
-        return await self._attempt.reserve(request.wanted_tokens, request.choices, self._agent)
+        return await self._attempt.reserve(self._most_tokens, self.request.choices, self._agent)
 
     def _versions(self) -> tuple[int, int]:
         """Returns the policy versions at the start and at the end of the call.

@@ -118,6 +118,8 @@ class ReadyEngine:
         self._tokens = tokens
         self._differs_at = ""
         """The first message that the engine rendered otherwise than we do."""
+        self._counts = True
+        """Whether the engine counts tokens, as far as is known."""
         self._planning = asyncio.Lock()
         """One long plan at a time: threads would only compete for the interpreter."""
         self._client: EngineClient = (
@@ -200,15 +202,27 @@ class ReadyEngine:
     ) -> int | None:
         """Returns the number of tokens of the prompt of `request`, if the engine can tell."""
         plan = await self.plan(attempt, request, body, agent)
+        return await self.prompt_tokens(attempt, plan, body, agent)
+
+    async def prompt_tokens(
+        self, attempt: ProxyAttempt, plan: PromptPlan, body: dict[str, Any], agent: str | None
+    ) -> int | None:
+        """Returns the number of tokens of a planned prompt, if the engine can tell."""
         if plan.ids is not None and not plan.images:
             return len(plan.ids)
         if plan.text is not None and not plan.images and self._format is not None:
+            if len(plan.text) <= _LONG_TEXT:
+                return len(self._format.encode(plan.text))
             async with attempt.planning:
                 await attempt.in_flight.may_read()
                 return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
+        if not self._counts:
+            return None
         routing_key = attempt.spec.routing_key(agent)
         session = EngineSession(self._engine, routing_key, max(0.0, attempt.seconds_left))
-        return await tokenized(session, body)
+        tokens = await tokenized(session, body)
+        self._counts = tokens is not None
+        return tokens
 
     async def plan(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None

@@ -338,8 +338,10 @@ class Proxy:
             case _ if f"{path}/".startswith(f"{MODELS}/"):
                 require(method, "GET")
                 length = await self._session(attempt, agent).endpoint.max_model_len()
-                name = attempt.spec.route(agent).model
-                await send_json(send, 200, model_at(path, name, length))
+                route, most = attempt.spec.route(agent), attempt.spec.limits.max_row_tokens
+                if length is not None and most is not None and route.trained:
+                    length = min(length, most)
+                await send_json(send, 200, model_at(path, route.model, length))
             case _ if path.startswith(RESPONSES) and method == "GET":
                 await send_json(send, 200, response_at(attempt, path))
             case "" | "v1" if method in ("GET", "HEAD"):

@@ -340,7 +340,9 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
         model=context.model,
         deadline=time.time() + config.worker_timeout,
         limits=Limits(
-            max_turns=config.max_turns, max_completion_tokens=config.max_completion_tokens
+            max_turns=config.max_turns,
+            max_completion_tokens=config.max_completion_tokens,
+            max_row_tokens=config.max_token_length if context.rollouts.too_long == "end" else None,
         ),
         sampling=context.sampling.model_dump(),
         group_id=rollout_id.rpartition("-r")[0],

@@ -5,7 +5,9 @@ Nothing is counted twice: what a part counts already is read from it when `/metr
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -261,6 +263,8 @@ class Tally(Meter):
         )
         self.started = time.monotonic()
         self.rewards = Rewards()
+        self.row_lengths = array("Q")
+        """Tokens of each delivered row."""
         self.last_words: dict[str, str] = {}
         """The latest message of each kind of failure, and of each reason to drop a group."""
         self.latest_failure = ""
@@ -334,6 +338,7 @@ class Tally(Meter):
             self.add("groups_alike", environment, what)
         for trajectory in group.trajectories:
             self._rewarded(environment, trajectory.score)
+            self.row_lengths.extend(len(row.tokens) for row in trajectory.sequences)
         rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
         if len(rewards) > 1:
             self.add("group_deviation", environment, value=pstdev(rewards))
@@ -400,6 +405,21 @@ class Tally(Meter):
         if self.cost is not None:
             parts.append(f"{self.cost.total:.4f} {self.cost.currency}")
         return f"Used: {', '.join(parts)}"
+
+    def lengths_line(self) -> str:
+        """Returns how long rows are and how many rollouts ended at limits; "" if it is unknown."""
+        lengths, parts = sorted(self.row_lengths), []
+        if lengths:
+            ranks = {
+                share: lengths[math.ceil(share / 100 * len(lengths)) - 1] for share in (50, 90, 99)
+            }
+            upper = ", ".join(f"{share} % up to {length:,}" for share, length in ranks.items())
+            parts.append(f"Tokens per row: {upper}, longest {lengths[-1]:,}")
+        ends = self._counted("rollouts").most_common()
+        limits = [f"{end[6:]} {n:,}" for end, n in ends if end.startswith("limit_")]
+        if limits:
+            parts.append(f"ended at a limit: {', '.join(limits)}")
+        return "; ".join(parts)
 
     @property
     def seconds(self) -> float:

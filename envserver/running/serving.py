@@ -180,6 +180,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         health=server.health,
         include_messages=config.include_messages,
         score_range=config.score_range,
+        longest_row=max(one.environment.config.max_token_length for one in members),
         retention=settings.retention,
         runners=host.delivery.runners,
         orders=host.orders,

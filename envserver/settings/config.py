@@ -415,6 +415,9 @@ class RolloutsConfig(DeliveryConfig):
     """Seconds from a group's first rollout until its stragglers are cancelled."""
     straggler_grace_seconds: Amount | None = None
     """Seconds for the rest of a group once `min_group_size` are scored; unset: all of its time."""
+    too_long: Literal["end", "drop_group"] = "end"
+    """At `env.max_token_length`: cut answers to what fits, end the rollout when nothing does (limit
+    `context`) and score it; or let it go on and drop its group."""
     max_staleness: Natural | None = None
     """Maximum policy versions between a running rollout's first token and now; unset: no limit."""
     stale_rollouts: Literal["cancel", "finish"] = "cancel"

@@ -173,7 +173,8 @@ class EnvironmentConfig(Section):
     ensure_scores_are_not_same: bool | None = None
     """Drop groups whose rewards are all equal; unset: yes in `serve`, no in `process`."""
     max_token_length: Count = 8192
-    """Maximum length of a training sequence, in tokens; groups with a longer one are dropped."""
+    """Maximum length of a training sequence, in tokens; `rollouts.too_long` says what happens
+    there. Groups with a longer one are dropped."""
     max_turns: Count = 8
     """Maximum model calls per rollout (per agent, in a multi-agent rollout)."""
     max_completion_tokens: Count | None = None

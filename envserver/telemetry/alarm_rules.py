@@ -36,7 +36,7 @@ _LIMITS: Final = {
     "turns": "the limit of turns (env.max_turns)",
     "tokens": "the limit of tokens (env.max_completion_tokens)",
     "time": "the limit of time (env.worker_timeout)",
-    "context": "the model's context",
+    "context": "the model's context or env.max_token_length",
     "record": "the limit of the record (workers.max_recorded_mb)",
     "crash": "a crash that the model caused",
 }

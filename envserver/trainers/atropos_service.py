@@ -215,6 +215,7 @@ class AtroposService:
         lease_seconds: time after which an unacknowledged batch is delivered again, for trainers
             that acknowledge.
         include_messages, score_range: how native groups are encoded.
+        longest_row: tokens that a row of a native group may have.
         silent_after_seconds: an environment silent for this long loses its minimum share.
         minimums: returns the minimum shares of the runners that are alive, by environment name.
     """
@@ -226,11 +227,13 @@ class AtroposService:
         lease_seconds: float,
         include_messages: bool = True,
         score_range: ScoreRange = "unit",
+        longest_row: int = 0,
         silent_after_seconds: float = 30.0,
         minimums: Callable[[], Mapping[str, float]] = dict,
         version: Callable[[], int] = lambda: UNKNOWN_VERSION,
     ) -> None:
         self._store = store
+        self._longest_row = longest_row
         self._minimums = minimums
         self._lease_seconds = lease_seconds
         self._state = WireState()
@@ -274,6 +277,13 @@ class AtroposService:
             await self._save(draft)
             await self._store.set_run(ATROPOS_RUN, batch_size=max(0, registration.batch_size))
             self._view.dissolve_formed()
+        if 0 < registration.max_token_len < self._longest_row:
+            log.warning(
+                "rows_may_be_too_long",
+                trainer_takes=registration.max_token_len,
+                longest=self._longest_row,
+                hint="Set env.max_token_length to what the trainer takes (its max_token_len).",
+            )
         return uuid.uuid4().int
 
     @property

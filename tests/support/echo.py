@@ -45,6 +45,21 @@ class AnyIds(Echo):
 SYSTEM = {"role": "system", "content": "Work."}
 
 
+class Talker(Echo):
+    """Says things until a limit ends it."""
+
+    async def rollout(self, task: Any, run: Any) -> Any:
+        talk = [{"role": "user", "content": "Say something."}]
+        for _ in range(30):
+            answer = await run.chat(talk)
+            talk.append({"role": "assistant", "content": answer.content})
+            talk.append({"role": "user", "content": "And what else? " * 5})
+        return answer.content
+
+    def score(self, task: Any, result: Any) -> Score:
+        return Score(reward=float(result.turns > 2))
+
+
 class Compacting(Echo):
     """Summarises twice. A sub-agent with its system message runs in between, another one beside."""
 

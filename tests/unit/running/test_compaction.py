@@ -1,4 +1,4 @@
-"""Rows that follow each other because the agent summarised its history."""
+"""Long conversations: what does not fit, and agents that summarise their history."""
 
 from pathlib import Path
 from typing import Any
@@ -39,3 +39,18 @@ def test_rows_name_the_one_that_they_follow(run: Run) -> None:
     assert [row.follows for row in rows] == FOLLOWS
     checked = run(f"check --env {echo.__file__}:Compacting --tasks 1", status=1).out
     assert "rollouts summarised their history" in " ".join(checked.split())
+
+
+def test_a_conversation_that_fills_its_row_ends_there_and_is_scored(run: Run) -> None:
+    command = (
+        f"process --env {echo.__file__}:Talker --model sim --out out.jsonl --env.total_steps 2"
+        " --env.max_turns 30 --env.max_token_length 500 --env.group_size 2"
+    )
+    said = " ".join(run(command).err.split())
+    assert "longest 500; ended at a limit: context 4" in said
+    for line in read_jsonl(Path("out.jsonl")):
+        assert all(300 < len(row) <= 500 for row in line["tokens"])
+        assert [one["limit"] for one in line["envserver"]["rollouts"]] == ["context"] * 2
+        assert line["scores"] == [1.0, 1.0]
+    dropped = run(f"{command} --rollouts.too_long drop_group --out other.jsonl", status=1)
+    assert "too_long" in dropped.err
