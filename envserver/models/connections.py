@@ -169,13 +169,14 @@ _MOST_WRITTEN = 254
 """Levels that `orjson.dumps` writes; it raises for more (orjson's README)."""
 
 
-def nests_too_deeply(data: bytes, value: Any) -> bool:
-    """Whether `value`, parsed from `data` by orjson, nests deeper than MAX_NESTING.
+def nests_too_deeply(value: Any, data: bytes | None = None) -> bool:
+    """Whether `value`, parsed (from `data`, if that is given) by orjson, nests deeper than
+    MAX_NESTING.
 
     Writing it inside enough lists to leave MAX_NESTING levels is faster than walking through it:
     answers with logprobs have a hundred objects.
     """
-    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
+    if data is not None and data.count(b"[") + data.count(b"{") <= MAX_NESTING:
         return False
     for _ in range(_MOST_WRITTEN - MAX_NESTING):
         value = [value]
@@ -220,7 +221,7 @@ class Decoder:
             answer = None if form is None else _of_form(data, form)
             if answer is None:
                 answer = orjson.loads(data)
-                if nests_too_deeply(data, answer):
+                if nests_too_deeply(answer, data):
                     text = f"The engine's answer nests deeper than {MAX_NESTING} levels."
                     raise EngineGarbage(text)
         except orjson.JSONDecodeError:

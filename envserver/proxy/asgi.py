@@ -189,6 +189,13 @@ def inflate(body: bytes, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
+    parsed = parse_unchecked(body)
+    check_nesting(parsed, body)
+    return parsed
+
+
+def parse_unchecked(body: bytes) -> dict[str, Any]:
+    """Returns the object in `body`, for `check_nesting`."""
     check_values(body)
     try:
         parsed = orjson.loads(body)
@@ -196,9 +203,13 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise InputError(f"The body is not JSON: {error}.", place=f"byte {error.pos}") from None
     if not isinstance(parsed, dict):
         raise InputError("The body is not a JSON object.", place="$")
-    if nests_too_deeply(body, parsed):
-        raise TooLargeError(f"The body nests deeper than {MAX_NESTING} levels.")
     return parsed
+
+
+def check_nesting(parsed: dict[str, Any], body: bytes | None = None) -> None:
+    """Raises TooLargeError if `parsed`, read from `body`, nests too deeply."""
+    if nests_too_deeply(parsed, body):
+        raise TooLargeError(f"The body nests deeper than {MAX_NESTING} levels.")
 
 
 def check_values(body: bytes) -> None:

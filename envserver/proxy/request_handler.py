@@ -23,9 +23,11 @@ from .asgi import (
     Receive,
     Scope,
     Send,
+    check_nesting,
     end_events,
     header,
     parse_object,
+    parse_unchecked,
     send_events,
     send_json,
     start_events,
@@ -76,9 +78,14 @@ class RequestHandler:
     async def answer(self, body: bytes, marks: RetryMarks) -> None:
         """Answers the request; raises EnvserverError for the agent before any part is sent."""
         with self._attempt.in_flight.reading():
-            parsed = parse_object(body)
+            parsed = parse_unchecked(body)
+            known = self._attempt.recorded.recall(parsed) if self._dialect.name == "chat" else 0
+            if known:  # the messages of earlier requests are checked
+                check_nesting({**parsed, "messages": parsed["messages"][known:]})
+            else:
+                check_nesting(parsed, body)
             if self._dialect.name == "chat":
-                self._memory[CHECKED] = self._attempt.recorded.recall(parsed)
+                self._memory[CHECKED] = known
             request = read_request(self._dialect, parsed, self._memory, self._endpoint.tokens)
         await admit_images(request.messages, self._endpoint.tokens, self._attempt.in_flight)
         request.may_be_side = may_be_side(request, of_program=marks.of_program)
