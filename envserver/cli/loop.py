@@ -8,6 +8,7 @@ end of a stop that does not complete (a stopped process, an engine, a database).
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import io
 import logging
@@ -35,6 +36,8 @@ T = TypeVar("T")
 _THRESHOLDS = 2_000, 5, 200
 """Allocations before the youngest objects are looked through (an answer of 64 tokens with logprobs
 makes some hundred), and how often before the next generations are."""
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 256 * 1024
 
 
 class Terminated(KeyboardInterrupt):
@@ -43,6 +46,7 @@ class Terminated(KeyboardInterrupt):
 
 def run_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     spare_collector()
+    map_large_buffers()
     terminated: list[bool] = []
     try:
         return uvloop.run(_terminable(coroutine, lambda: terminated.append(True)))
@@ -62,6 +66,17 @@ def spare_collector() -> None:
     """
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
+
+
+def map_large_buffers() -> None:
+    """Lets glibc give large buffers back as soon as they are freed (mallopt(3)).
+
+    Otherwise it learns to keep those of up to 32 MB in its heap, where what a conversation adds
+    meanwhile lies between them: a rollout of 200,000 tokens held 14 MB instead of 7.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # other C libraries have none
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 async def _terminable(coroutine: Coroutine[Any, Any, T], on_sigterm: Callable[[], None]) -> T:

@@ -7,7 +7,7 @@ root, which the engine renders: that costs tokens and merges fewer calls, but is
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -354,6 +354,16 @@ class History:
         return _described(len(call.messages) - 1, call.messages[-1])
 
 
+def _behind(segments: Iterable[Segment], text: str) -> str | None:
+    """Returns what follows `segments` in `text`; None: it does not begin with them."""
+    at = 0
+    for part in (part for segment in segments for part in (segment.context, segment.sampled)):
+        if not text.startswith(part, at):
+            return None
+        at += len(part)
+    return text[at:]
+
+
 def _left_to_the_engine(reason: str) -> PromptPlan:
     flag = {"multimodal": "multimodal_unstitched"}.get(reason, reason)
     return PromptPlan(refusal=reason, flags=[flag if flag in FLAGS else "suffix_refused"])
@@ -473,8 +483,7 @@ class _Search:
         if at + 1 == len(request.messages):
             raise Refused("ends_with_assistant")
         segments = [before.segment for before in path]
-        context = "".join(segment.context + segment.sampled for segment in segments)
-        shown = request.text[len(context) :] if request.text.startswith(context) else None
+        shown = _behind(segments, request.text)
         new = self._suffix(at, match, shown)
         if new.text == shown:
             differences: list[set[Difference]] = [set()]

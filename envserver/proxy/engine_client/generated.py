@@ -163,12 +163,11 @@ class SentPrompt(NamedTuple):
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
         echo = answer.get("prompt_token_ids")
         if isinstance(echo, msgspec.Raw):
-            written = bytes(echo)
-            if not self.grids and written == self.json:
+            if not self.grids and echo == msgspec.Raw(self.json):
                 answer["prompt_token_ids"] = self.ids
                 return []
             try:
-                answer["prompt_token_ids"] = orjson.loads(written)
+                answer["prompt_token_ids"] = orjson.loads(bytes(echo))
             except orjson.JSONDecodeError:
                 raise EngineGarbage(f"{where} holds no prompt_token_ids.") from None
         if not self.grids or self.image_token is None:
