@@ -457,6 +457,10 @@ class ProxyAttempt:
             self.return_turn(agent, side=side)
         return error
 
+    def engine_away(self, error: EngineError, agent: str | None) -> None:
+        """Records that a call of `agent` waits for the engine: should time run out, that is why."""
+        self._unanswered[agent] = error.failure()
+
     def sandbox_failed(self, error: SandboxError) -> None:
         """Records a sandbox failure. A lost sandbox stays a failure, since its files are gone."""
         if self.sandbox_failure is None or self.sandbox_failure.kind == SandboxUnavailable.kind:

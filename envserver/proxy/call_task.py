@@ -8,6 +8,7 @@ retry finds it. Only the end of the attempt stops it.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from envserver_records.errors import (
 )
 from envserver_records.records import Call, text_of
 from envserver_records.timings import HookEvent
+from envserver_records.waiting import Backoff
 
 from ..models.routing import SampledVersions
 from ..telemetry.tracing import (
@@ -148,6 +150,10 @@ class AgentSession(NamedTuple):
     hooks: Hooks | None
 
 
+_AWAY = Backoff(1.0, max_seconds=15.0, jitter=(0.5, 1.0))
+_PATIENCE = 0.9
+"""Share of an attempt's time left for which a call waits for an engine that is away: the agent must
+still see the failure, not the end of its time."""
 _MOST_BYTES = 4
 """Of a character in UTF-8."""
 T = TypeVar("T")
@@ -348,8 +354,9 @@ class CallTask:
         return answer
 
     async def _at_engine(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Calls `ask`, again after a pause that aborted it or while its version is missing."""
-        missing_version = MissingVersion()
+        """Calls `ask`, again after a pause that aborted it or while its version is missing; also
+        while the engine is away, if the attempt has calls, which would be lost with it."""
+        missing_version, away, patience_until = MissingVersion(), 0, 0.0
         while True:
             self._collector = None
             try:
@@ -358,6 +365,16 @@ class CallTask:
             except Aborted:
                 if self._first_at is not None:
                     raise EngineUnavailable("The engine was paused during a stream.") from None
+            except EngineUnavailable as error:
+                if away == 0:
+                    patience_until = time.time() + _PATIENCE * self._attempt.seconds_left
+                away += 1
+                pause = _AWAY.seconds(away, random.random())
+                begun = self._first_at is not None or not self._attempt.calls
+                if begun or time.time() + pause > patience_until:
+                    raise
+                self._attempt.engine_away(error, self._agent)
+                await asyncio.sleep(pause)
             except EngineRefused as error:
                 model = self._route.model
                 if VERSION_PLACEHOLDER not in model or self._first_at is not None:

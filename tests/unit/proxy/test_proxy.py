@@ -518,6 +518,20 @@ async def test_failures_of_the_engine_keep_their_status_and_are_not_retried_by_t
     assert len(home.fake.requests) <= 2
 
 
+@STREAMED
+async def test_an_attempt_with_calls_waits_for_an_engine_that_is_away(
+    home: House, streamed: bool
+) -> None:
+    attempt, client = home.open()
+    await chat(client, streamed)
+    home.fake.faults = deque([503] * 4)  # two for each try of the call
+    answered = asyncio.create_task(chat(client, streamed))
+    await until(lambda: attempt.engine_failure is not None)
+    await answered
+    assert not home.fake.faults
+    assert (attempt.engine_failure, attempt.engine_failures, len(attempt.calls)) == (None, 0, 2)
+
+
 # Limits
 
 
