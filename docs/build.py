@@ -20,7 +20,7 @@ LINK = re.compile(r"(?:\]\(|src(?:set)?=\")(?!https?:|mailto:|#)([^)#\"\s]+)")
 REFERENCE = {
     "envserver": "What an environment's author and a user of the Python API import.",
     "envserver_clients": "What a trainer imports.",
-    "envserver_records": "The records and errors that both sides of the wire share.",
+    "envserver_records": "The records and errors that server and clients share.",
     "envserver_tools": "Tools for agents.",
     "envserver_factory": "Prepares data and models for offline training.",
 }

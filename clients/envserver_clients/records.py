@@ -1,6 +1,6 @@
 """Batches for trainers: groups of rows, with token data as numpy arrays.
 
-Groups of the server's environments and groups posted over the Atropos wire have the same form here.
+Groups of the server's environments and groups posted over the Atropos API have the same form here.
 A group is decoded when its rows are first read.
 """
 
@@ -234,7 +234,7 @@ def _mask(tokens: list[int], labels: list[int]) -> NDArray[np.uint8]:
 def _logprobs(
     column: list[list[float]] | None, index: int, mask: NDArray[np.uint8]
 ) -> NDArray[np.float32] | None:
-    """The wire has 1.0 where nothing was sampled."""
+    """The API has 1.0 where nothing was sampled."""
     if not column:
         return None
     return np.where(mask, np.asarray(column[index], np.float32), np.float32(0.0))

@@ -42,10 +42,10 @@ class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         seq: order of arrival.
-        size: trajectories, or rows of a group posted over the Atropos wire.
+        size: trajectories, or rows of a group posted over the Atropos API.
         tokens: of all its rows together.
         max_length: tokens of the longest row.
-        env_id: of the environment that posted it over the Atropos wire.
+        env_id: of the environment that posted it over the Atropos API.
         state: buffered, queued, leased, acked or dropped.
         created_at: when it was accepted, in seconds of the server's clock.
 

@@ -114,7 +114,7 @@ def _report(served: Served, members: Members, console: Console) -> int:
     return 1
 
 
-_RUN_API = """Serves trainers, and remote environments, over the Atropos wire and /v1.
+_RUN_API = """Serves trainers, and remote environments, over the Atropos API and /v1.
 Ctrl-C or SIGTERM stops it; accepted groups stay in the store."""
 
 RUN_API = CommandSpec(

@@ -1,6 +1,6 @@
 """Responses: JSON, errors, and their description in the OpenAPI document.
 
-Errors are problem details (RFC 9457) under /v1 and in FastAPI's form on the Atropos wire. Every
+Errors are problem details (RFC 9457) under /v1 and in FastAPI's form on the Atropos API. Every
 EnvserverError has its status; other exceptions are logged and answered with 500, without their
 message."""
 

@@ -126,7 +126,7 @@ class _Facts(msgspec.Struct):
 
 
 class _Line(msgspec.Struct):
-    """A group in the Atropos wire format, with envserver's additions if it has them."""
+    """A group in the Atropos format, with envserver's additions if it has them."""
 
     tokens: list[list[int]]
     masks: list[list[int]]

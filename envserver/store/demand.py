@@ -199,12 +199,12 @@ class Demand:
                 is_hungry=self._store.hungry_for(name) > 0,
             )
             for name, run in runs.items()
-            if run.batch_size  # no trainer has registered over the Atropos wire yet
+            if run.batch_size  # no trainer has registered over the Atropos API yet
         ]
 
     def _groups_per_batch(self, name: str, run: KnownRun) -> int:
         """Returns the larger of the run's `batch_size` and the `min_groups` that it waits for. On
-        the Atropos wire `batch_size` counts sequences: returns enough of the smallest groups."""
+        the Atropos API `batch_size` counts sequences: returns enough of the smallest groups."""
         if name != ATROPOS_RUN:
             return max(run.batch_size, self._store.hungry_for(name))
         return math.ceil(run.batch_size / self._smallest_group)

@@ -104,7 +104,7 @@ Delivery = Literal["shared", "broadcast"]
 """shared: each group goes to one of these runs; broadcast: the run gets every group."""
 
 Format = Literal["group", "atropos"]
-"""The encoding of a body: a packed `records.Group`, or a post of the Atropos wire."""
+"""The encoding of a body: a packed `records.Group`, or a post of the Atropos API."""
 
 
 UNKNOWN_VERSION: Final = -1
@@ -117,7 +117,7 @@ class GroupPut(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         env: name of the environment that made it.
         body: opaque bytes.
-        size: logical group size: trajectories, or rows for posts of the Atropos wire.
+        size: logical group size: trajectories, or rows for posts of the Atropos API.
         tokens: training tokens over all sequences.
         max_length: tokens of the longest sequence.
         policy_version: the lowest version that sampled any of its tokens (-1: unknown).
@@ -182,7 +182,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 ATROPOS_RUN = "atropos"
-"""Name of the run of the trainer on the Atropos wire; its `batch_size` counts sequences."""
+"""Name of the run of the trainer on the Atropos API; its `batch_size` counts sequences."""
 
 
 class Run(msgspec.Struct, frozen=True):

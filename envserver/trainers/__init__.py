@@ -1,1 +1,1 @@
-"""What trainers and readers ask the server: the native wire, the Atropos wire, OpenEnv, live."""
+"""What trainers and readers ask the server: the native API, the Atropos API, OpenEnv, live."""

@@ -317,7 +317,7 @@ async def _read_group(store: GroupLookups, group_id: str) -> tuple[GroupRow, Gro
     (stored,) = await store.rows([group_id])
     if stored.format != "group":
         raise ConflictError(
-            f"{group_id} was posted over the Atropos wire, which has rows but no rollouts.",
+            f"{group_id} was posted over the Atropos API, which has rows but no rollouts.",
             hint="GET /v1/groups/ID has all of it.",
         )
     (body,) = await store.bodies([group_id])

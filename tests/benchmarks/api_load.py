@@ -1,5 +1,5 @@
 """The trainer APIs that are measured, each as a process of its own, and what is sent to and fetched
-from them, as the clients of the Atropos wire and our own do it.
+from them, as the clients of the Atropos API and our own do it.
 
 Posts: `json.dumps`, gzip at Python's default level, a connection for each, as atroposlib's
 environments post them; 8 are under way at a time. Batches: `GET /batch` for gzip, as `requests`
@@ -257,7 +257,7 @@ def bodies(tokens: int) -> list[bytes]:
 
 
 class Wire:
-    """A client of the Atropos wire at `url`; an async context manager.
+    """A client of the Atropos API at `url`; an async context manager.
 
     Args:
         tls: checks the server's certificate; None: by the authorities of this machine.

@@ -40,7 +40,7 @@ reached yet.
 AT_ONCE = (1, 16, 64)
 """Groups in one request of a packed post: a joiner that is idle, and those that make many."""
 LISTED = 16
-"""Groups in one post of the Atropos wire as a list."""
+"""Groups in one post of the Atropos API as a list."""
 GROWTH = 3.0
 """How many times more CPU a status call may take with a hundred times as many groups waiting."""
 
@@ -75,7 +75,7 @@ class Costs(load.Costs):
 
 
 async def measure_wire(server: Server, size: Size) -> Costs:
-    """Posts, batches and status calls over the Atropos wire."""
+    """Posts, batches and status calls over the Atropos API."""
     costs = Costs(server)
     some = [load.posted(GROUP_SIZE, SHORT, seed) for seed in range(LISTED)]
     listed = [gzip.compress(b"[" + b",".join(some) + b"]")]

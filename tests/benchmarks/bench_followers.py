@@ -5,7 +5,7 @@
 
 Two `envserver run-api` share a PostgreSQL, each a process of its own, with and without HTTPS. A
 third process posts groups of 8 sequences as gzip, a connection for each as environments of the
-Atropos wire make them, packed ones 16 at a time over connections that are kept as `envserver join`
+Atropos API make them, packed ones 16 at a time over connections that are kept as `envserver join`
 does, and fetches batches of 64 groups as gzip: at the leader, then at the follower. CPU is that of
 each server's process with its threads and kernel calls.
 """

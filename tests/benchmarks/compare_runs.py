@@ -197,7 +197,7 @@ def _children_cpu() -> float:
 
 
 async def measure_posts(server: Server, tokens: Sequence[int], groups: int) -> dict[str, float]:
-    """Posts of single groups and a batch of them all over the Atropos wire, the better of two."""
+    """Posts of single groups and a batch of them all over the Atropos API, the better of two."""
     costs = load.Costs(server)
     async with load.Wire(server.url) as wire:
         for length in [*tokens] * 2:

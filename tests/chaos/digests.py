@@ -39,7 +39,7 @@ def ids_and_digests_of_groups(body: bytes) -> list[tuple[str, str]]:
 
 
 def digest_of_post(body: bytes) -> str:
-    """Of a group as it is posted over the Atropos wire."""
+    """Of a group as it is posted over the Atropos API."""
     post = orjson.loads(body)
     masks = [np.asarray(row) != -100 for row in post["masks"]]
     return digest_of_rows(zip(post["tokens"], masks, strict=True))

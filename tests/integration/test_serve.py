@@ -33,7 +33,7 @@ def queued(url: str) -> int:
 
 
 def next_batch(url: str, server: Running) -> list[dict[str, Any]]:
-    """The next batch over the Atropos wire."""
+    """The next batch over the Atropos API."""
     return list(server.until(lambda: get(f"{url}/batch")["batch"]))
 
 

@@ -100,7 +100,7 @@ class Api:
         body = {"lease_id": lease["lease_id"], **more}
         return await self.status("POST", f"/v1/runs/{run}/{what}", json=body)
 
-    # Trainers and environments of the Atropos wire
+    # Trainers and environments of the Atropos API
 
     async def register(self, **changes: Any) -> None:
         """Registers a trainer."""
@@ -173,7 +173,7 @@ def api_process(place: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def wire_group(rows: int = 2, mark: int = 0, **fields: Any) -> Json:
-    """A group of the Atropos wire; `mark` is the first token of each row."""
+    """A group of the Atropos API; `mark` is the first token of each row."""
     return {
         "tokens": [[mark, 5, 6]] * rows,
         "masks": [[-100, 5, 6]] * rows,

@@ -68,7 +68,7 @@ class Conversation:
     async def hides(self, lease: str, expected: str) -> None:
         assert self.leases[lease]["lease_id"] not in self.answer.text
 
-    # Trainers and environments of the Atropos wire
+    # Trainers and environments of the Atropos API
 
     async def trainer(self, changes: str, expected: str) -> None:
         await self.api.register(**json.loads(changes or "{}"))

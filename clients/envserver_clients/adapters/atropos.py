@@ -1,7 +1,7 @@
-"""Atropos: a client for trainers that speaks the Atropos wire and returns typed rows.
+"""Atropos: a client for trainers that speaks the Atropos API and returns typed rows.
 
-It works with any server that speaks that wire (`envserver serve`, or atroposlib's); an unchanged
-Atropos trainer does not need it. What the wire does not carry is unknown: `policy_version` is -1,
+It works with any server that speaks that API (`envserver serve`, or atroposlib's); an unchanged
+Atropos trainer does not need it. What the API does not carry is unknown: `policy_version` is -1,
 and group ids are numbers. With `acknowledged` an envserver redelivers batches that were not
 acknowledged; otherwise fetching a batch acknowledges it.
 """
@@ -32,12 +32,12 @@ _LEASE: Final = "x-envserver-lease"
 
 
 class AtroposTrainerClient:
-    """Fetches batches over the Atropos wire; a context manager that registers the trainer.
+    """Fetches batches over the Atropos API; a context manager that registers the trainer.
 
     Args:
         url: the server's address; several equal servers: a list, or a text with commas.
         group_size: rows per group.
-        batch_size: groups per batch; the wire's batch has group_size * batch_size rows.
+        batch_size: groups per batch; the API's batch has group_size * batch_size rows.
         max_token_length: tokens per row, to which environments cut rows.
         starting_step, steps: the trainer's first step and number of steps, for environments.
         checkpoint_folder: the trainer's, for environments.
@@ -129,7 +129,7 @@ class AtroposTrainerClient:
     def ack(self, batch: Batch | str, *, checkpoint: str | None = None) -> None:
         """Acknowledges a batch; without effect where fetching already acknowledged it.
 
-        The wire cannot carry `checkpoint`; the native client can.
+        The API cannot carry `checkpoint`; the native client can.
         """
         lease_id = batch.lease_id if isinstance(batch, Batch) else batch
         if lease_id:

@@ -69,7 +69,7 @@ class TrainerSettings(BaseModel):
     output: Path
     """Folder for checkpoints, weights, metrics.jsonl, curves.png. An existing one is continued."""
     wire: Literal["native", "atropos"] = "native"
-    """Protocol for groups; the Atropos wire does not report policy versions."""
+    """Protocol for groups; the Atropos API does not report policy versions."""
     run: str = "grpo"
     """Name of this trainer's run at the server."""
     environments: Annotated[list[str], BeforeValidator(_names)] = []
@@ -98,9 +98,9 @@ class TrainerSettings(BaseModel):
     set aside and replaced by others (DAPO). The server does the same for all its trainers by
     --env.ensure_scores_are_not_same."""
     group_size: PositiveInt = 8
-    """Trajectories per group; only used by the Atropos wire."""
+    """Trajectories per group; only used by the Atropos API."""
     max_tokens: PositiveInt = 8192
-    """Maximum tokens of a row; only used by the Atropos wire."""
+    """Maximum tokens of a row; only used by the Atropos API."""
     max_staleness: int | None = Field(default=4, ge=0)
     """Groups with a token that is more versions behind are left out and counted."""
 
@@ -271,7 +271,7 @@ class TrainerSettings(BaseModel):
     @model_validator(mode="after")
     def _what_needs_something_else(self) -> Self:
         if self.dynamic_sampling and self.wire == "atropos":
-            raise ValueError("dynamic_sampling needs the native wire, which can set groups aside")
+            raise ValueError("dynamic_sampling needs the native API, which can set groups aside")
         if "gdpo" in self.objective.split("+") and not self.reward_weights:
             raise ValueError("objective gdpo needs reward_weights, such as correct=1,format=0.5")
         sends = self.weights != "files" and not self.lora_rank

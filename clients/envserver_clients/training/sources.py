@@ -1,4 +1,4 @@
-"""Batches from a server, over its native wire or the Atropos wire, in the same form; new weights to
+"""Batches from a server, over its native API or the Atropos API, in the same form; new weights to
 the engine, checked, and their version to the server."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source(ABC):
         idle_seconds: end after this time without a batch.
         groups: per batch.
         guard: how many batches in a row may be replaced as a whole, or dropped by the server.
-        sampling: replace groups whose advantages by these rules are all 0 (native wire only); None:
+        sampling: replace groups whose advantages by these rules are all 0 (native API only); None:
             keep them.
     """
 
@@ -196,7 +196,7 @@ def _unreadable(group: ClientGroup) -> str:
 
 
 class AtroposSource(Source):
-    """Fetches batches over the Atropos wire.
+    """Fetches batches over the Atropos API.
 
     The server remembers what was fetched, not what a checkpoint contains: after a restart the
     unacknowledged batch comes again; acknowledged batches since the checkpoint are lost.
@@ -214,7 +214,7 @@ class AtroposSource(Source):
 
 
 def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
-    """The source of `settings`, and the client that publishes versions (None: the Atropos wire has
+    """The source of `settings`, and the client that publishes versions (None: the Atropos API has
     none).
     """
     # A restart of the server may take three minutes.
@@ -319,7 +319,7 @@ def _push(
     if engines == ["server"] and not (sends and client):
         raise ConfigError(
             "The server's engines get weights only if they are sent.",
-            hint="Name the engines, or set weights to gloo or nccl, on the native wire.",
+            hint="Name the engines, or set weights to gloo or nccl, on the native API.",
         )
     folder = settings.output / "weights"
     if settings.lora_rank:

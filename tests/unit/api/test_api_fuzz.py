@@ -119,7 +119,7 @@ def _judge(operation: Any, mode: GenerationMode, examples: int) -> None:
             case.body["timeout_seconds"] = 0.01
         answer = case.call(timeout=PATIENCE)
         check(answer, case.as_curl_command())
-        if operation.path.startswith("/v1/"):  # of the Atropos wire the document says less
+        if operation.path.startswith("/v1/"):  # of the Atropos API the document says less
             case.validate_response(answer, checks=CONFORMANCE)
 
     if mode is GenerationMode.POSITIVE or bodies or list(operation.query):

@@ -1,4 +1,4 @@
-"""The Atropos wire over real HTTP: the conversations of wire.txt, and what takes more to say."""
+"""The Atropos API over real HTTP: the conversations of wire.txt, and what takes more to say."""
 
 import gzip
 import json

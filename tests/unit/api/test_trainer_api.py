@@ -61,7 +61,7 @@ async def test_groups_are_listed_in_orders_and_read_as_they_are_stored(api: Api)
     await api.post("/scored_data", wire_group(2, 5))
     (posted,) = (await api.get("/v1/groups?after=3"))["groups"]
     told = problem(await api.http.get(f"/v1/groups/{posted['group_id']}/rollouts/0"), 409)
-    assert "over the Atropos wire" in told["detail"]
+    assert "over the Atropos API" in told["detail"]
 
 
 async def test_words_are_found_in_conversations(api: Api) -> None:

@@ -407,7 +407,7 @@ async def test_the_token_is_sent_and_never_shown(monkeypatch: pytest.MonkeyPatch
     assert seen == ["Bearer from-environment", "Bearer given", None]
 
 
-# A trainer on the Atropos wire
+# A trainer on the Atropos API
 
 
 async def batches(api: Api, size: int) -> list[Batch]:
