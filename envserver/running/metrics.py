@@ -260,6 +260,7 @@ class Tally(Meter):
             *("rollouts", "failed_attempts", "reward_points", "groups_equal", "groups_alike"),
             *("tokens", "tokens_cost", "groups_delivered", "groups_dropped", "flags"),
             *("untrained_tokens", "reward", "group_deviation", "rollout_seconds", "rollout_turns"),
+            "tool_errors",
         )
         self.started = time.monotonic()
         self.rewards = Rewards()
@@ -338,6 +339,8 @@ class Tally(Meter):
             self.add("groups_alike", environment, what)
         for trajectory in group.trajectories:
             self._rewarded(environment, trajectory.score)
+            if (errors := trajectory.metrics.get("tool_errors")) is not None:
+                self.add("tool_errors", environment, value=errors)
             self.row_lengths.extend(len(row.tokens) for row in trajectory.sequences)
         rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
         if len(rewards) > 1:

@@ -65,6 +65,7 @@ counter groups_delivered{environment} Groups made durable
 counter groups_dropped{environment,reason} Groups not delivered
 histogram rollout_seconds{environment} From start to result
 histogram rollout_turns{environment} Turns of a scored rollout
+counter tool_errors{environment} Failed tool calls of rollouts in delivered groups
 counter tokens{environment,kind} Tokens of scored rollouts
 counter tokens_cost{environment,currency} Cost of the tokens of scored rollouts
 counter flags{flag} Rollouts by flag of their tokens

@@ -123,6 +123,18 @@ def test_a_night_in_one_view(house: PageHouse, visitor: Visitor) -> None:
     expect(page.get_by_label("Whose fault").get_by_role("option")).to_have_text(["any", "engine"])
 
 
+def test_a_server_that_says_nothing_counts_as_away(house: PageHouse, visitor: Visitor) -> None:
+    page = visitor.page("about:blank")
+    page.clock.install()
+    page.route("**/v1/failures?*", lambda _: None)  # never answered
+    with page.expect_request("**/v1/failures?*"):
+        page.goto(f"{house.url}#/failures")
+    page.clock.fast_forward(61_000)
+    expect(page.get_by_text("not answer for 60 seconds. This page tries")).to_be_visible()
+    with page.expect_request("**/v1/failures?*"):
+        page.clock.fast_forward(3_000)
+
+
 def test_keys_help_and_colours(house: PageHouse, visitor: Visitor) -> None:
     page = visitor.page(house.url)
     expect(page.get_by_role("heading", name="What changed")).to_be_visible()

@@ -34,16 +34,25 @@ export async function send<T>(method: "POST" | "DELETE", path: string, body?: un
   return (await answer(path, init)) as T;
 }
 
+/** After so long without an answer a server counts as away. */
+const MOST_MS = 60_000;
+
 async function answer(path: string, init: RequestInit): Promise<unknown> {
+  const late = new AbortController();
+  const timer = setTimeout(() => late.abort(), MOST_MS);
   let response: Response;
+  let text: string;
   try {
-    response = await fetch(path, init);
+    response = await fetch(path, { ...init, signal: init.signal ? AbortSignal.any([init.signal, late.signal]) : late.signal });
+    text = await response.text();
   } catch (error) {
     if (init.signal?.aborted) throw error;
-    throw new Problem(0, "The server does not answer.", "This page tries again by itself.");
+    const since = late.signal.aborted ? ` for ${MOST_MS / 1000} seconds` : "";
+    throw new Problem(0, `The server does not answer${since}.`, "This page tries again by itself.");
+  } finally {
+    clearTimeout(timer);
   }
   if (response.status === 401 && init.method === undefined) onLogin();
-  const text = await response.text();
   let body: any = null;
   try {
     body = text ? JSON.parse(text) : null;

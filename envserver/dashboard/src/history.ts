@@ -12,7 +12,7 @@ const RETRY_SECONDS = 3;
 /** The numbers that pages show; see docs/observing.md. */
 const NAMES = [
   ...["rollouts_total", "failed_attempts_total", "reward_sum", "reward_count", "group_deviation_sum", "group_deviation_count"],
-  ...["groups_equal_total", "groups_delivered_total", "groups_dropped_total", "rollout_turns_sum", "rollout_turns_count"],
+  ...["groups_equal_total", "groups_delivered_total", "groups_dropped_total", "rollout_turns_sum", "rollout_turns_count", "tool_errors_total"],
   ...["rollout_seconds_sum", "rollout_seconds_count", "tokens_total", "flags_total", "untrained_share", "tasks_solved_share"],
   ...["policy_version", "engine_seconds_sum", "engine_seconds_count", "engine_errors_total", "engine_calls", "calls_waiting"],
   ...["paused", "replica_calls", "replica_limit", "replica_waiting", "replica_breaker", "workers", "rollouts_running"],

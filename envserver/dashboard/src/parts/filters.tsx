@@ -19,6 +19,11 @@ const OFFERS: Record<string, (row: GroupRow) => (string | null)[]> = {
   model: (row) => [row.model],
   version_from: (row) => (row.policy_version < 0 ? [] : [String(row.policy_version)]),
 };
+/** All that these fields can be, offered where not all groups were looked at. */
+const ALL: Record<string, string[]> = {
+  end: ["agent", "turns", "tokens", "time", "context", "record", "crash"],
+  split: ["train", "validation", "test"],
+};
 const MOST_ROWS = 400;
 const MOST_OFFERED = 50;
 
@@ -161,6 +166,7 @@ function useOffered(query: URLSearchParams, rows: readonly GroupRow[]): Record<s
     const values = known.current.get(keyOf(name)) ?? new Set();
     known.current.set(keyOf(name), values);
     for (const row of from) for (const value of OFFERS[name]!(row)) if (value) values.add(value);
+    if (from.length >= MOST_ROWS / 2) for (const value of ALL[name] ?? []) values.add(value);
   };
   for (const name of names) if (!query.get(name) && rows.length) add(name, rows.slice(0, MOST_ROWS));
   const sorted = (name: string) => [...(known.current.get(keyOf(name)) ?? [])].toSorted((a, b) => a.localeCompare(b, "en", { numeric: true }));
