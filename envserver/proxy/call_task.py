@@ -370,8 +370,9 @@ class CallTask:
                     patience_until = time.time() + _PATIENCE * self._attempt.seconds_left
                 away += 1
                 pause = _AWAY.seconds(away, random.random())
-                begun = self._first_at is not None or not self._attempt.calls
-                if begun or time.time() + pause > patience_until:
+                may_wait = self._attempt.calls and self._first_at is None
+                is_late = time.time() + pause > patience_until
+                if is_late or not may_wait or error.detail.get("is_another"):
                     raise
                 self._attempt.engine_away(error, self._agent)
                 await asyncio.sleep(pause)
