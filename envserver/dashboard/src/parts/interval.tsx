@@ -3,7 +3,7 @@
 import { number } from "../text";
 import "./interval.css";
 
-const WIDTH = 160;
+const WIDTH = 112;
 const HEIGHT = 14;
 
 export interface Mean {
