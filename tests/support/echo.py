@@ -46,11 +46,11 @@ SYSTEM = {"role": "system", "content": "Work."}
 
 
 class Talker(Echo):
-    """Says things until a limit ends it."""
+    """Says things for as many turns as it may, or until another limit ends it."""
 
     async def rollout(self, task: Any, run: Any) -> Any:
         talk = [{"role": "user", "content": "Say something."}]
-        for _ in range(30):
+        for _ in range(self.config.max_turns):
             answer = await run.chat(talk)
             talk.append({"role": "assistant", "content": answer.content})
             talk.append({"role": "user", "content": "And what else? " * 5})

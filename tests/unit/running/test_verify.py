@@ -12,12 +12,13 @@ import pytest
 from envserver_local.simulated.engine import SimEngine
 from envserver_records.errors import EngineError, EngineUnavailable
 from envserver_records.records import Group
+from support import echo
 from support.api import put_native, running_api
 from support.cases import write_jsonl
 from support.commands import envserver, free_port, read_jsonl
 from support.in_process import Run
 from support.sampled import PROMPT, SAMPLED, Engine, group
-from support.vllm_server import VllmServer
+from support.vllm_server import CONTEXT, VllmServer
 
 from envserver.export import group_line
 from envserver.running.delivered import FileSource
@@ -266,6 +267,28 @@ async def test_a_servers_groups_are_verified_where_they_lie(tmp_path: Path) -> N
     assert (found["rollout_id"], found["row"], found["position"]) == (
         "math/wrong-1", 2, PROMPT + 1,
     )  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_two_hundred_turns_on_vllm_are_one_exact_row(
+    vllm_server: VllmServer, tmp_path: Path
+) -> None:
+    engine = (
+        "--openai.base_url", vllm_server.base_url, "--openai.model_name", vllm_server.model,
+    )  # fmt: skip
+    ran = envserver(
+        "process", "--env", f"{echo.__file__}:Talker", *engine, "--env.max_turns", 200,
+        "--env.max_token_length", CONTEXT, "--env.group_size", 2, "--env.total_steps", 1,
+        "--env.worker_timeout", 900, "--sampling.max_tokens", 8, "--out", "out.jsonl",
+        folder=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    (group,) = read_jsonl(tmp_path / "out.jsonl")
+    assert [one["turns"] for one in group["envserver"]["rollouts"]] == [200, 200]
+    ran = envserver("verify", "out.jsonl", *engine, "--json", folder=tmp_path)
+    report = json.loads(ran.stdout)
+    assert (ran.returncode, report["findings"]) == (0, [])
+    assert (report["compared"]["rows"], report["compared"]["tokens"] > 2000) == (2, True)
 
 
 @pytest.mark.vllm
