@@ -166,7 +166,9 @@ class GroupRun:
             schedulers = await self._schedulers(stack, already, view, makers)
             several = Several(schedulers)
             work = several.run(view.say)
-            self.stopped = await run_until_stopped(work, several, self.stop) != "done"
+            ending = await run_until_stopped(work, several, self.stop)
+            made = sum(already.values()) + self.groups.total()
+            self.stopped = ending != "done" and not (several.complete or made == self.expected)
             if self.for_training and not self.stopped:
                 for one in schedulers.values():
                     one.check()

@@ -126,6 +126,10 @@ class Several:
         return sum(one.open_groups for one in self._schedulers.values())
 
     @property
+    def complete(self) -> bool:
+        return all(one.complete for one in self._schedulers.values())
+
+    @property
     def drained(self) -> bool:
         return any(one.drained for one in self._schedulers.values())
 
