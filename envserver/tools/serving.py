@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -62,11 +61,18 @@ async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, 
         with blaming(starting, environment.services, hint):
             if not (is_context and isinstance(services, Mapping)):
                 raise TypeError(f"it must open a dict of services, not give {services!r:.50}")
+        reason: BaseException | None = None  # `sys.exc_info` may hold one of a caller
         try:
             yield services
+        except BaseException as error:
+            reason = error
+            raise
         finally:
             with blaming(f"Environment {environment.name!r} cannot end its services"):
-                await stack.__aexit__(*sys.exc_info())
+                if reason is None:
+                    await stack.aclose()
+                else:
+                    await stack.__aexit__(type(reason), reason, reason.__traceback__)
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:

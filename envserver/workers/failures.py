@@ -40,10 +40,12 @@ def failure_of(
     """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
     Traceback entries of `own_file` are left out at the top; they are not the agent's. `method`: see
-    `place_of`.
+    `place_of`. Detail `sandbox`: the place of a sandbox's error, even if `error` wraps it.
     """
+    sandbox = next((one for one in _chain(error) if isinstance(one, SandboxError)), None)
+    behind = {"sandbox": place_of(sandbox, method)} if sandbox is not None else {}
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
-        detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
+        detail = {name: value for name, value in error.detail.items() if name != OUTPUT} | behind
         return {"kind": error.kind, "message": str(error), "detail": detail}
     ours = isinstance(error, AgentError | RewardError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -55,8 +57,22 @@ def failure_of(
             "place": place_of(error, method),
             **may_be_bug(error),
             **bug_of(error, method),
+            **behind,
         },
     }
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """Returns `error`, and the errors in its groups, causes and contexts."""
+    chain: list[BaseException] = []
+    left = [error]
+    while left:
+        error = left.pop()
+        if error is not None and error not in chain:
+            chain.append(error)
+            inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+            left += [*inner, error.__context__, error.__cause__]
+    return chain
 
 
 def ended_by(error: BaseException) -> AgentError:
