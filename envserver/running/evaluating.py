@@ -343,8 +343,6 @@ def _new_folder(specs: Sequence[RunSpec[Any]]) -> Path:
 
 
 def _claimed(specs: Sequence[RunSpec[Any]], folder: Path, choice: Choice) -> list[_Part]:
-    if choice.resume and choice.overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
         raise ConfigError("--resume needs the folder to continue: --out DIR.")
     alone = len(specs) == 1

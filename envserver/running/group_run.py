@@ -27,7 +27,6 @@ from ..rollouts.scheduler import GroupMaker, Scheduler, lanes, still_wanted, tar
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
-from ..tokens.flags import chosen
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Rewards, Tally, all_of
 from .mix import Book, Member, Several, has_curriculum, stream_of
@@ -143,11 +142,6 @@ class GroupRun:
         return dict(found)
 
     async def run(self) -> None:
-        if self.resume and self.overwrite:
-            raise ConfigError("--resume and --overwrite exclude each other.")
-        for part in self.parts:  # report an unknown flag before replacing a file
-            tokens = part.settings.tokens
-            chosen(tokens.train, tokens.mask, tokens.drop)
         async with contextlib.AsyncExitStack() as stack:
             self._tracked = await stack.enter_async_context(self.track())
             await self._open_files(stack)

@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    if (config.prompt is None) != (config.completion is None):
-        raise ConfigError("--prices.prompt and --prices.completion go together.")
+    entries = None if config.file is None else _read_entries(config.file)
 
     def pricing(served: str) -> Prices | None:
         if given := prices_of(config.prompt, config.completion, config.currency, "as given"):
             return given
-        if config.file is not None:
-            return _read_prices(config.file, served, config.currency)
+        if config.file is not None and entries is not None:
+            return _prices_in(config.file, entries, served, config.currency)
         return _of_catalogue(model, served, models_file, config.currency)
 
     return pricing
@@ -71,7 +70,7 @@ def _of_catalogue(model: str | None, served: str, place: Path, currency: str) ->
     return prices_of(entry.prompt_price, entry.completion_price, currency, str(place))
 
 
-def _read_prices(path: Path, model: str, currency: str) -> Prices | None:
+def _read_entries(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
@@ -80,6 +79,10 @@ def _read_prices(path: Path, model: str, currency: str) -> Prices | None:
         raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
     if not isinstance(tree, dict):
         raise InputError(f"{path} is not a mapping of models to prices.", place=str(path))
+    return tree
+
+
+def _prices_in(path: Path, tree: dict[str, Any], model: str, currency: str) -> Prices | None:
     if model not in tree:
         near = difflib.get_close_matches(model, map(str, tree), n=1, cutoff=0.5)
         raise ConfigError(
