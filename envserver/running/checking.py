@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -39,7 +40,7 @@ from ..rollouts.check_data import (
     estimated_tokens,
 )
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
-from ..rollouts.group import RolloutContext, run_rollout
+from ..rollouts.group import RolloutContext, group_scores, run_rollout
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
@@ -184,6 +185,7 @@ async def _play(
         async with asyncio.TaskGroup() as group:
             for index, (number, name, task) in enumerate(plan):
                 group.create_task(one(index, number, name, task))
+        await plays.score_groups()
     return Plays(plays.judged(), problems, plays.right)
 
 
@@ -213,6 +215,7 @@ class _Plays:
         self._range = range_of(context.environment)
         self.right: dict[str, Any] = {}
         """Outputs of demonstrations that solved their tasks."""
+        self._groups: defaultdict[str, list[tuple[Task, Finished]]] = defaultdict(list)
         self._played = {name: Played(way=name, cheat=way.cheat) for name, way in WAYS.items()}
 
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
@@ -221,9 +224,10 @@ class _Plays:
         try:
             finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
-            why = f"{error} {error.detail.get('place', '')}".strip()
+            why = _placed(error)
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=why, raised=True))
             return
+        self._groups[task.id].append((task, finished))
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
@@ -236,6 +240,21 @@ class _Plays:
             self._problems += _shown_secrets(finished, task)
         if self._counted(played, task, context.scorer.delivered(finished.score).reward):
             self.right[task.id] = finished.result.output
+
+    async def score_groups(self) -> None:
+        """Scores the rollouts of each task as a group; each mistake is a problem once."""
+        failed: dict[str, str] = {}
+        for task_id, rollouts in self._groups.items():
+            tasks, finished = zip(*rollouts, strict=True)
+            try:
+                if len(rollouts) > 1:
+                    await group_scores(self._context, tasks[0], [*finished])
+            except EnvserverError as error:
+                failed.setdefault(_placed(error), task_id)
+        self._problems += [
+            f"The group of task {task_id!r} cannot be scored: {why}"
+            for why, task_id in failed.items()
+        ]
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
         if reward is None:
@@ -265,6 +284,11 @@ class _Plays:
                     f"A cheat solves {one.solved} of {len(one.rewards)} tasks: {one.way}."
                 )
         return plays
+
+
+def _placed(error: EnvserverError) -> str:
+    placed = f"{error} {error.detail.get('place', '')}".strip()
+    return str(error.detail.get("bug", placed))
 
 
 def _shown_secrets(finished: Finished, task: Task) -> list[str]:
