@@ -48,6 +48,7 @@ from ..rows.sources import Source
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..tokens.vocabulary import Vocabulary
 from ..tools.calling import blaming
+from ..tools.watching import watched_loop
 from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
@@ -161,16 +162,19 @@ async def _play(
         for number, (name, way) in enumerate(WAYS.items())
         for task in _tasks_of(name, way, tasks, known, checked.plays)
     ]
-    async with played_context(
-        settings,
-        environment,
-        spec.reference,
-        sim,
-        "sim",
-        judge,
-        demonstrator=solver,
-        unconstrained=True,
-    ) as context:
+    async with (
+        watched_loop(),
+        played_context(
+            settings,
+            environment,
+            spec.reference,
+            sim,
+            "sim",
+            judge,
+            demonstrator=solver,
+            unconstrained=True,
+        ) as context,
+    ):
         plays = _Plays(context, players, problems)
         slots = asyncio.Semaphore(_AT_A_TIME)
         done = 0

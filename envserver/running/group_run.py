@@ -27,6 +27,7 @@ from ..rollouts.scheduler import GroupMaker, Scheduler, lanes, still_wanted, tar
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
+from ..tools.watching import watched_loop
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Rewards, Tally, all_of
 from .mix import Book, Member, Several, has_curriculum, stream_of
@@ -142,7 +143,8 @@ class GroupRun:
         return dict(found)
 
     async def run(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
+        slow_seconds = self.settings.telemetry.slow_callback_seconds
+        async with watched_loop(slow_seconds), contextlib.AsyncExitStack() as stack:
             self._tracked = await stack.enter_async_context(self.track())
             await self._open_files(stack)
             if self.shared is None:
