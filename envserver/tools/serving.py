@@ -57,22 +57,18 @@ async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, 
             services: Any = environment.services()
             is_context = isinstance(services, AbstractAsyncContextManager)
             if is_context:
-                services = await stack.enter_async_context(services)
+                leave = services.__aexit__
+                services = await services.__aenter__()
+
+                async def end(*reason: Any) -> None:
+                    with blaming(f"Environment {environment.name!r} cannot end its services"):
+                        await leave(*reason)
+
+                stack.push_async_exit(end)
         with blaming(starting, environment.services, hint):
             if not (is_context and isinstance(services, Mapping)):
                 raise TypeError(f"it must open a dict of services, not give {services!r:.50}")
-        reason: BaseException | None = None  # `sys.exc_info` may hold one of a caller
-        try:
-            yield services
-        except BaseException as error:
-            reason = error
-            raise
-        finally:
-            with blaming(f"Environment {environment.name!r} cannot end its services"):
-                if reason is None:
-                    await stack.aclose()
-                else:
-                    await stack.__aexit__(type(reason), reason, reason.__traceback__)
+        yield services
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:

@@ -14,25 +14,25 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any, Final
+from types import CodeType
+from typing import Any
 
 import structlog
 
 from .calling import LIBRARIES, shown_place
 
-BLOCKED_SECONDS: Final = 10.0
-_AGAIN_SECONDS: Final = 60.0
-_STACK_DEPTH: Final = 6
-_RUNS_LOOPS: Final = (
+BLOCKED_SECONDS = 10.0
+_AGAIN_SECONDS = 60.0
+_STACK_DEPTH = 6
+_RUNS_LOOPS = (
     asyncio.runners.__file__,
     asyncio.base_events.__file__,
     asyncio.events.__file__,
 )
-_OURS: Final = str(Path(__file__).parents[1])
-_HINT: Final = (
+_OURS = str(Path(__file__).parents[1])
+_HINT = (
     "It stops the whole process. Make it async, call it with asyncio.to_thread, or do it in "
     "`rollout`, which runs in a worker."
 )
@@ -45,14 +45,25 @@ _log = structlog.get_logger("envserver.loop")
 @asynccontextmanager
 async def watched_loop(slow_seconds: float | None = BLOCKED_SECONDS) -> AsyncIterator[None]:
     """Logs what blocks the event loop for `slow_seconds` in the block; a loop has one watcher."""
-    thread = threading.get_ident()
+    loop, thread, stop = asyncio.get_running_loop(), threading.get_ident(), threading.Event()
     if slow_seconds is None or thread in _watched:
         yield
         return
+
+    def watch() -> None:
+        while not stop.wait(min(1.0, slow_seconds / 4)):
+            turned, began, patience = threading.Event(), time.monotonic(), slow_seconds
+            with suppress(RuntimeError):  # it has just been closed
+                loop.call_soon_threadsafe(turned.set)
+            while not (turned.wait(patience) or stop.is_set()):
+                seconds = round(time.monotonic() - began, 3)
+                _log.warning("loop_is_blocked", seconds=seconds, **_blocker(thread))
+                patience = _AGAIN_SECONDS
+            if patience == _AGAIN_SECONDS:
+                _log.warning("loop_turns_again", seconds=round(time.monotonic() - began, 3))
+
     _watched.add(thread)
-    stop = threading.Event()
-    watch = (asyncio.get_running_loop(), thread, slow_seconds, stop)
-    threading.Thread(target=_watch, args=watch, name="loop-watch", daemon=True).start()
+    threading.Thread(target=watch, name="loop-watch", daemon=True).start()
     try:
         yield
     finally:
@@ -60,35 +71,24 @@ async def watched_loop(slow_seconds: float | None = BLOCKED_SECONDS) -> AsyncIte
         stop.set()
 
 
-def _watch(
-    loop: asyncio.AbstractEventLoop, thread: int, slow_seconds: float, stop: threading.Event
-) -> None:
-    while not stop.wait(min(1.0, slow_seconds / 4)):
-        turned, began, patience = threading.Event(), time.monotonic(), slow_seconds
-        try:
-            loop.call_soon_threadsafe(turned.set)
-        except RuntimeError:  # it is closed
-            return
-        while not (turned.wait(patience) or stop.is_set()):
-            patience = _AGAIN_SECONDS
-            if (frame := sys._current_frames().get(thread)) is not None:
-                _log.warning("loop_is_blocked", seconds=_since(began), **_blocker(frame))
-        if patience == _AGAIN_SECONDS:
-            _log.warning("loop_turns_again", seconds=_since(began))
-
-
-def _since(began: float) -> float:
-    return round(time.monotonic() - began, 3)
-
-
-def _blocker(frame: FrameType) -> dict[str, Any]:
-    """Returns whose code it is, its place, what to do, and the innermost calls."""
-    calls = [(one.f_code, line) for one, line in traceback.walk_stack(frame)]
-    shown = [f"{one.co_filename}:{line} {one.co_name}" for one, line in calls[:_STACK_DEPTH]]
+def _blocker(thread: int) -> dict[str, Any]:
+    """Returns whose code `thread` runs, its place, what to do, and the innermost calls."""
+    stack = [
+        (one.f_code, line) for one, line in traceback.walk_stack(sys._current_frames()[thread])
+    ]
     # Further out is the program that runs the loop.
-    calls = [*itertools.takewhile(lambda one: one[0].co_filename not in _RUNS_LOOPS, calls)]
-    own = [one for one in calls if not one[0].co_filename.startswith(LIBRARIES)]
-    ours = [one for one in calls if one[0].co_filename.startswith(_OURS)]
-    place = shown_place(*(own or ours or calls)[0]) if calls else ""
-    whose = {"whose": "environment", "hint": _HINT} if own else {"whose": "envserver"}
-    return {"place": place, **whose, "calls": shown[::-1]}
+    calls = itertools.takewhile(lambda one: one[0].co_filename not in _RUNS_LOOPS, stack)
+    code, line = min(calls, key=_rank, default=stack[0])
+    is_own = not code.co_filename.startswith(LIBRARIES)
+    return {
+        "place": shown_place(code, line),
+        "whose": "environment" if is_own else "envserver",
+        "hint": _HINT if is_own else "",
+        "calls": [f"{one.co_filename}:{line} {one.co_name}" for one, line in stack[:_STACK_DEPTH]],
+    }
+
+
+def _rank(call: tuple[CodeType, int]) -> tuple[bool, bool]:
+    """Puts code outside of libraries first, then our own."""
+    file = call[0].co_filename
+    return file.startswith(LIBRARIES), not file.startswith(_OURS)

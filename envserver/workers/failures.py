@@ -42,8 +42,8 @@ def failure_of(
     Traceback entries of `own_file` are left out at the top; they are not the agent's. `method`: see
     `place_of`. Detail `sandbox`: the place of a sandbox's error, even if `error` wraps it.
     """
-    sandbox = next((one for one in _chain(error) if isinstance(one, SandboxError)), None)
-    behind = {"sandbox": place_of(sandbox, method)} if sandbox is not None else {}
+    places = [place_of(one, method) for one in _chain(error) if isinstance(one, SandboxError)]
+    behind = {"sandbox": places[0]} if places else {}
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         detail = {name: value for name, value in error.detail.items() if name != OUTPUT} | behind
         return {"kind": error.kind, "message": str(error), "detail": detail}
@@ -62,16 +62,13 @@ def failure_of(
     }
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
+def _chain(error: BaseException) -> list[BaseException]:
     """Returns `error`, and the errors in its groups, causes and contexts."""
-    chain: list[BaseException] = []
-    left = [error]
-    while left:
-        error = left.pop()
-        if error is not None and error not in chain:
-            chain.append(error)
-            inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-            left += [*inner, error.__context__, error.__cause__]
+    chain = [error]
+    for one in chain:  # it grows meanwhile
+        inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        behind = (*inner, one.__cause__, one.__context__)
+        chain += [each for each in behind if each is not None and each not in chain]
     return chain
 
 
