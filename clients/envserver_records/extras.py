@@ -1,6 +1,7 @@
 """The command that installs a missing extra, for an installation like this one.
 
-Out: `pip install 'envserver[gaia]'`, or in a checkout `pip install -e clients -e '.[gaia]'`.
+Out: in a checkout `pip install -e clients -e '.[gaia]'`; from a repository or an archive its
+address, `pip install 'envserver[gaia] @ git+https://...'`; else `pip install 'envserver[gaia]'`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ CLIENTS = "envserver-clients"
 
 def install_command(extra: str, project: str = SERVER) -> str:
     """Returns the pip command that adds `extra` to `project`."""
-    wanted = _from_folder(project, extra)
+    wanted = _requirement(project, extra)
     if wanted is None:
         return f"pip install {quote(f'{project}[{extra}]')}"
-    others = _from_folder(CLIENTS) if project == SERVER else None
+    others = _requirement(CLIENTS) if project == SERVER else None
     return " ".join(["pip install", *filter(None, [others]), wanted])
 
 
@@ -33,12 +34,17 @@ def missing_module_hint(module: str) -> str:
     return "Is it installed, or beside the environment's file?"
 
 
-def _from_folder(project: str, extra: str = "") -> str | None:
-    """pip's argument for `project` if it was installed from a folder, else None."""
+def _requirement(project: str, extra: str = "") -> str | None:
+    """pip's argument for `project`, from where it was installed; None: from an index."""
     found = _distribution(project)
     origin = json.loads((found and found.read_text("direct_url.json")) or "{}")
-    if "dir_info" not in origin:
+    if not origin:
         return None
+    name = f"{project}[{extra}]" if extra else project
+    if "dir_info" not in origin:  # a repository or an archive
+        vcs, inside = origin.get("vcs_info"), origin.get("subdirectory")
+        url = f"{vcs['vcs']}+{origin['url']}@{vcs['commit_id']}" if vcs else origin["url"]
+        return quote(f"{name} @ {url}" + (f"#subdirectory={inside}" if inside else ""))
     folder = Path(unquote(urlsplit(origin["url"]).path))
     here = Path.cwd()
     place = str(folder.relative_to(here)) if folder.is_relative_to(here) else str(folder)

@@ -7,8 +7,10 @@ any other, one by the status.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import unescape
 from typing import Any, Final
 
 import msgspec
@@ -31,6 +33,11 @@ CONTEXT_IS_FULL: Final = "context_length_exceeded"
 """OpenAI's code for a prompt that is too long for the model."""
 _MAX_TEXT_BYTES: Final = 2000
 _CONFLICT: Final = 409
+_MAX_PAGE: Final = 8192
+_MAX_WORDS: Final = 200
+_PAGE: Final = re.compile(r"\s*<(!doctype html|html|head|body)\b", re.IGNORECASE)
+_TITLE: Final = re.compile(r"<title[^>]*>\s*([^<\s][^<]*)", re.IGNORECASE)
+_TAGS: Final = re.compile(r"<(script|style)\b.*?(</\1>|$)|<[^>]*(>|$)", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +67,7 @@ class ErrorReader:
             kind = self.unreadable
             if not is_servers and self.unreadable_client_error is not None:
                 kind = self.unreadable_client_error
-            text = body[:_MAX_TEXT_BYTES].decode(errors="replace")
+            text = without_page(body[:_MAX_TEXT_BYTES].decode(errors="replace"))
             return kind(f"{self.endpoint} answered HTTP {status}: {text}", status=status)
         message, code = str(problem["message"]), str(problem.get("code"))
         if code == LimitReached.kind:
@@ -98,6 +105,16 @@ SERVICE: Final = ErrorReader(
     unreadable=ServiceError,
     server_statuses=frozenset({_CONFLICT}),
 )
+
+
+def without_page(text: str) -> str:
+    """Returns the title or the first words of an HTML page, such as a gateway's; else `text`."""
+    if not _PAGE.match(text):
+        return text
+    text = text[:_MAX_PAGE]
+    title = _TITLE.search(text)
+    words = " ".join(unescape(title[1] if title else _TAGS.sub(" ", text)).split())
+    return words[:_MAX_WORDS] or "an HTML page"
 
 
 def _problem(body: bytes) -> dict[str, Any] | None:

@@ -139,11 +139,6 @@ class SignalStop(Stop):
         super().attach(scheduler, drain, cancel)
         on_signals(self._on_signal)
 
-    def detach(self) -> None:
-        if not self.requested:
-            off_signals()
-        super().detach()
-
     def _on_signal(self) -> None:
         if self.cancelled:
             self._kill()

@@ -75,6 +75,8 @@ def run(argv: list[str]) -> int:
     if run.stopped:
         console.print("Stopped early; run the same command with --resume to continue.")
         return 130
+    if run.stop.requested:
+        console.print("All groups were made before it stopped.")
     if len(members) == 1 and run.tally.groups:
         console.print("Try next:")
         exact = "missing_token_ids" not in run.tally.flags

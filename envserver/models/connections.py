@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import orjson
+import structlog
 from envserver_records.errors import (
     EngineError,
     EngineGarbage,
@@ -32,7 +33,7 @@ from envserver_records.errors import (
     EngineUnavailable,
     InputError,
 )
-from envserver_records.http_errors import TRUST_HINT
+from envserver_records.http_errors import TRUST_HINT, without_page
 
 from ..telemetry.tracing import current
 from .http_client import (
@@ -47,6 +48,7 @@ from .http_client import (
 )
 from .replicas import Replica
 
+_log = structlog.get_logger()
 _SERVICES: Final = frozenset(
     map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "fd00:ec2::254"))
 )
@@ -248,7 +250,10 @@ class Decoder:
 
     def words(self, data: bytes) -> str:
         """The engine's error message, shortened and without its key."""
-        return _shortened(self._without_key(_error_message(data)), _MAX_WORDS)
+        text = self._without_key(_error_message(data))
+        if (brief := without_page(text)) != text:
+            _log.debug("engine.page", page=text)
+        return _shortened(brief, _MAX_WORDS)
 
     def models_hint(self, wanted: str, answer: dict[str, Any]) -> str:
         """Lists the models in an answer to `/v1/models`, names near `wanted` first; "" if it lists

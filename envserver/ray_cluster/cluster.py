@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 from envserver_records.errors import ConfigError, EnvserverError
+from envserver_records.extras import install_command
 
 from ..settings.runs import RayConfig
 from .command import Command
@@ -151,7 +152,7 @@ def _connect(config: RayConfig) -> bool:
     try:
         import ray
     except ImportError as error:
-        raise ConfigError("Ray is not installed.", hint="pip install 'envserver[ray]'") from error
+        raise ConfigError("Ray is not installed.", hint=install_command("ray")) from error
     if ray.is_initialized():
         return False
     _check_listens(config.address)

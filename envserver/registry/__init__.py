@@ -267,7 +267,11 @@ def _check_method(
     may_wait = "Await" in str(declared.__annotations__) or inspect.iscoroutinefunction(declared)
     waits = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
     try:
-        inspect.signature(method, follow_wrapped=False).bind(*wanted.split(", "))
+        signature = inspect.signature(method, follow_wrapped=False)
+    except (TypeError, ValueError):  # a decorator left a `__signature__` that is not one
+        signature = inspect.signature(declared)
+    try:
+        signature.bind(*wanted.split(", "))
     except TypeError as error:
         problem = f"cannot be called with ({wanted}): {error}"
     else:

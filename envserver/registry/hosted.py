@@ -7,6 +7,7 @@ environment's interpreter. Workers and scorers start there, too, and have the cl
 from __future__ import annotations
 
 import asyncio
+import builtins
 import contextlib
 import copy
 import itertools
@@ -39,6 +40,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from ..environment import Caller, Environment, KnownResult, Service, Services
 from ..rollout_interface import HookBug, ModelCall, Rollout
+from ..tools.calling import may_be_bug
 from . import host, service_host
 from .description import HOOKS, Description, config_class
 from .installed import Installed, Interpreter, usable_interpreter
@@ -164,7 +166,9 @@ def _hook_bug(bug: Bug) -> HookBug:
 def _logged(what: str, rollout_id: str, bug: Bug) -> ServiceError:
     """The message may hold addresses and keys: it goes to the log only."""
     _log.error("service_failed", rollout_id=rollout_id, what=what, traceback=bug.traceback)
-    return ServiceError(f"The {what} failed: {bug.kind}.")
+    said, kind = f"{hash(bug.message):x}", getattr(builtins, bug.kind, EnvserverError)
+    failed = f"The {what} failed: {bug.kind} {bug.place}"
+    return ServiceError(failed, place="", said=said, **may_be_bug(kind("")))
 
 
 class _State(msgspec.Struct, frozen=True, eq=False):

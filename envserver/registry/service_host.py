@@ -28,6 +28,7 @@ from ..rollout_interface import ModelCall
 from ..tools.calling import place_of
 from ..tools.mcp_client import in_own_task
 from ..tools.serving import services_of
+from ..tools.watching import watched_loop
 from .host import failure_of
 
 HEAD_BYTES = 8
@@ -100,7 +101,7 @@ def main(channel: socket.socket, make: Callable[[], Environment]) -> None:
 async def _serve(channel: socket.socket, make: Callable[[], Environment]) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     try:
-        async with AsyncExitStack() as stack:
+        async with watched_loop(), AsyncExitStack() as stack:
             try:
                 environment = make()
                 services = await stack.enter_async_context(services_of(environment))

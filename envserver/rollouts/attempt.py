@@ -444,8 +444,12 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
         return "crash"
     if failure.kind == ServiceError.kind and attempt.service_failure is not None:
         raise as_error(attempt.service_failure)  # the server knows why
-    if attempt.sandbox_failure is not None and failure.kind == attempt.sandbox_failure.kind:
-        raise as_error(attempt.sandbox_failure)  # and more of it
+    sandbox, place = attempt.sandbox_failure, failure.detail.get("sandbox", "")
+    if sandbox is not None and (place or failure.kind == sandbox.kind):  # and more of it
+        error = as_error(sandbox)
+        if "bug" in error.detail:
+            error.detail["bug"] += f" {place}"
+        raise error
     raise as_error(failure)
 
 

@@ -221,11 +221,8 @@ def _choices(public: dict[str, Any]) -> Iterator[list[str]]:
 def strings_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from strings_in(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from strings_in(inner)
 
 

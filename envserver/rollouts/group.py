@@ -137,7 +137,7 @@ async def make_group(
     if drop is not None:
         return drop
     try:
-        scores = await _group_scores(context, request.task, list(rollouts.values()))
+        scores = await group_scores(context, request.task, list(rollouts.values()))
     except SCORING_FAILURES as error:
         bug = error.detail.get("bug")
         message = without_hidden(bug or str(error), request.task.hidden)
@@ -353,7 +353,7 @@ def attempt_spec(context: RolloutContext, task: Task, rollout_id: str, attempt: 
     )
 
 
-async def _group_scores(
+async def group_scores(
     context: RolloutContext, task: Task, rollouts: list[Finished]
 ) -> list[Score]:
     """Returns the final scores; what scoring the group takes is shared equally by `rollouts`."""

@@ -332,6 +332,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         self._size = self.context.environment.config.group_size
         self._draining = asyncio.Event()
+        self._all_begun = False
         self._open: set[asyncio.Task[Ending]] = set()
         self._delivering: set[asyncio.Task[Any]] = set()
         self._failed_in_a_row = 0
@@ -349,6 +350,11 @@ class Scheduler:
     @property
     def cut_off(self) -> int:
         return sum(group.cancelled() for group in self._open)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ended because no group was left to make."""
+        return self._all_begun and not self._open
 
     @property
     def drained(self) -> bool:
@@ -374,6 +380,7 @@ class Scheduler:
                 if not await self._has_turn():
                     break
                 self._start(request)
+            self._all_begun = not self.drained
             if self.lane is not None:
                 self.lane.left()
             await self._until_fewer_than(1)

@@ -26,6 +26,7 @@ from ..store.demand import Demand
 from ..store.reserve import RESERVE_BYTES
 from ..telemetry.alarm_facts import AlarmFacts
 from ..telemetry.process import LoopLag
+from ..tools.watching import watched_loop
 from ..trainers.live import Live
 from .stopping import beside
 
@@ -103,7 +104,7 @@ async def bootstrap_server(
     before it is ready. `shared`: other servers share the store, so it opens the store only when it
     leads.
     """
-    async with LoopLag(telemetry.slow_callback_seconds) as lag:
+    async with watched_loop(telemetry.slow_callback_seconds), LoopLag() as lag:
         health = Health(lag)
         for part in ("store", "disk", *expected, _ROUTES):  # before anybody can ask for them
             health.expect(part)

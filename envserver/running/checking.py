@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,6 +26,7 @@ from envserver_local.simulated.policy import (
 from envserver_local.simulated.tokenizer import Conversation
 from envserver_records.errors import ConfigError, EnvserverError
 from envserver_records.records import Message, Task, text_of
+from envserver_records.waiting import in_order
 
 from ..environment import Environment
 from ..judges.server import JudgeServer
@@ -39,7 +42,7 @@ from ..rollouts.check_data import (
     estimated_tokens,
 )
 from ..rollouts.checking import Plays, RowsToCheck, check, placed, secrets_of, watched_rows
-from ..rollouts.group import RolloutContext, run_rollout
+from ..rollouts.group import RolloutContext, group_scores, run_rollout
 from ..rollouts.rewards import range_of
 from ..rollouts.stream import first_tasks, request_for
 from ..rows.environment import RowsEnvironment
@@ -47,6 +50,7 @@ from ..rows.sources import Source
 from ..settings.config import RolloutsConfig, Settings, SimConfig
 from ..tokens.vocabulary import Vocabulary
 from ..tools.calling import blaming
+from ..tools.watching import watched_loop
 from .context import played_context
 from .mix import RunSpec
 from .run_settings import CheckSettings
@@ -84,20 +88,19 @@ def _policy(**config: Any) -> Callable[[RolloutSolver], Speaker]:
 
 
 class _Says:
-    def __init__(self, text: Callable[[Conversation], str]) -> None:
+    def __init__(self, text: Callable[[Conversation, Wish, str], str]) -> None:
         self._text = text
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        return Said(self._text(conversation))
+        return Said(self._text(conversation, wish, key))
 
 
-class _CallsTools:
-    def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
-        call = drawn_call(conversation, wish, generator(0, "spam", key))
-        return Said(Turn("", (call,)).text() if call else "I have called all tools.")
+def _called_tool(conversation: Conversation, wish: Wish, key: str) -> str:
+    call = drawn_call(conversation, wish, generator(0, "spam", key))
+    return Turn("", (call,)).text() if call else "I have called all tools."
 
 
-def _question(conversation: Conversation) -> str:
+def _question(conversation: Conversation, *_: object) -> str:
     users = [one for one in conversation.messages if one["role"] == "user"]
     return text_of(users[-1]) if users else ""
 
@@ -109,13 +112,13 @@ WAYS: Mapping[str, Way] = {
     SPOILED: Way(speaker=_policy(solve_probability=0.0), needs_demonstration=True),
     "malformed calls": Way(speaker=_policy(malformed_call_rate=1.0), differs=True),
     "broken JSON": Way(speaker=_policy(broken_json_rate=1.0), differs=True),
-    "nothing": Way(speaker=lambda _: _Says(lambda _: ""), cheat=True),
+    "nothing": Way(speaker=lambda _: _Says(lambda *_: ""), cheat=True),
     # Where a request forces a call, neither is possible, and the demonstration is said.
     "refusal": Way(speaker=_policy(refusal_rate=1.0), cheat=True, differs=True),
     "endless repetition": Way(speaker=_policy(repetition_rate=1.0), cheat=True, differs=True),
     "the prompt again": Way(speaker=lambda _: _Says(_question), cheat=True),
-    "instructions to the judge": Way(speaker=lambda _: _Says(lambda _: ORDERS), cheat=True),
-    "tool spam": Way(speaker=lambda _: _CallsTools(), cheat=True),
+    "instructions to the judge": Way(speaker=lambda _: _Says(lambda *_: ORDERS), cheat=True),
+    "tool spam": Way(speaker=lambda _: _Says(_called_tool), cheat=True),
 }
 
 
@@ -160,30 +163,28 @@ async def _play(
         for number, (name, way) in enumerate(WAYS.items())
         for task in _tasks_of(name, way, tasks, known, checked.plays)
     ]
-    async with played_context(
-        settings,
-        environment,
-        spec.reference,
-        sim,
-        "sim",
-        judge,
-        demonstrator=solver,
-        unconstrained=True,
-    ) as context:
+    async with (
+        watched_loop(),
+        played_context(
+            settings,
+            environment,
+            spec.reference,
+            sim,
+            "sim",
+            judge,
+            demonstrator=solver,
+            unconstrained=True,
+        ) as context,
+    ):
         plays = _Plays(context, players, problems)
-        slots = asyncio.Semaphore(_AT_A_TIME)
-        done = 0
 
-        async def one(index: int, number: int, name: str, task: Task) -> None:
-            nonlocal done
-            async with slots:
-                await plays.play(f"check-{number}-{index:06d}-r0", name, task)
-            done += 1
-            progress("plays", done, len(plan))
+        async def play(index: int) -> None:
+            number, name, task = plan[index]
+            await plays.play(f"check-{number}-{index:06d}-r0", name, task)
 
-        async with asyncio.TaskGroup() as group:
-            for index, (number, name, task) in enumerate(plan):
-                group.create_task(one(index, number, name, task))
+        async for index, _ in in_order(range(len(plan)), play, _AT_A_TIME):
+            progress("plays", index + 1, len(plan))
+        await plays.score_groups()
     return Plays(plays.judged(), problems, plays.right)
 
 
@@ -213,6 +214,7 @@ class _Plays:
         self._range = range_of(context.environment)
         self.right: dict[str, Any] = {}
         """Outputs of demonstrations that solved their tasks."""
+        self._groups: defaultdict[str, list[Finished]] = defaultdict(list)
         self._played = {name: Played(way=name, cheat=way.cheat) for name, way in WAYS.items()}
 
     async def play(self, rollout_id: str, name: str, task: Task) -> None:
@@ -221,9 +223,10 @@ class _Plays:
         try:
             finished = await run_rollout(context, request, scored=True)
         except EnvserverError as error:
-            why = f"{error} {error.detail.get('place', '')}".strip()
+            why = _placed(error)
             played.wrong.append(Wrong(task_id=task.id, reward=None, error=why, raised=True))
             return
+        self._groups[task.id].append(finished)
         if WAYS[name].differs and rollout_id not in self._players.differing:
             return
         played.turns += finished.result.turns
@@ -236,6 +239,18 @@ class _Plays:
             self._problems += _shown_secrets(finished, task)
         if self._counted(played, task, context.scorer.delivered(finished.score).reward):
             self.right[task.id] = finished.result.output
+
+    async def score_groups(self) -> None:
+        """Scores the rollouts of each task as a group; each mistake is a problem once."""
+        failed: dict[str, str] = {}
+        for rollouts in self._groups.values():
+            task = rollouts[0].attempt.spec.task
+            try:
+                await group_scores(self._context, task, rollouts if len(rollouts) > 1 else [])
+            except EnvserverError as error:
+                problem = f"The group of task {task.id!r} cannot be scored: {_placed(error)}"
+                failed.setdefault(_placed(error), problem)
+        self._problems += failed.values()
 
     def _counted(self, played: Played, task: Task, reward: float | None) -> bool:
         if reward is None:
@@ -265,6 +280,11 @@ class _Plays:
                     f"A cheat solves {one.solved} of {len(one.rewards)} tasks: {one.way}."
                 )
         return plays
+
+
+def _placed(error: EnvserverError) -> str:
+    placed = f"{error} {error.detail.get('place', '')}".strip()
+    return str(error.detail.get("bug", placed))
 
 
 def _shown_secrets(finished: Finished, task: Task) -> list[str]:
@@ -315,7 +335,7 @@ async def check_environment(
             most_tasks=settings.tasks,
             rows=await asyncio.to_thread(_rows_to_check, spec, fresh),
             play=play,
-            progress=lambda done, of: progress("results", done, of),
+            progress=partial(progress, "results"),
         )
     report.scoring = _cost(costs, spec.environment_class.score_cpu_seconds)
     return report

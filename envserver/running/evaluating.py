@@ -142,6 +142,9 @@ class _Part:
     runs: dict[str, _Run]
     begun: bool = False
 
+    def __post_init__(self) -> None:
+        self.left = len(self.runs)
+
     @property
     def environment(self) -> Environment:
         return self.runs[""].environment
@@ -243,7 +246,7 @@ class _Evaluating:
             return failure
         part.noted.evaluated = msgspec.structs.replace(
             part.evaluated,
-            complete=not self._stop.requested and failure is None,
+            complete=not part.left,
             finished_at=time.time(),
         )
         bounds = range_of(part.environment)
@@ -286,13 +289,15 @@ class _Evaluating:
         )
         try:
             await groups.run()
+            owner.left -= not groups.stopped
         finally:
             self._view.ended(groups, spec.settings)
 
     def _reported(self, failures: Sequence[EnvserverError]) -> Evaluation:
         """Writes the report of the groups that were made; raises the error that ended the run
         early."""
-        folder, view, stopped = self.folder, self._view, self._stop.requested
+        folder, view = self.folder, self._view
+        stopped = self._stop.requested and any(part.left for part in self._parts)
         if stopped:
             view.say(f"Stopped early; the same command with --resume --out {folder} continues.")
         if not any(part.begun and _has_groups(part) for part in self._parts):
@@ -338,8 +343,6 @@ def _new_folder(specs: Sequence[RunSpec[Any]]) -> Path:
 
 
 def _claimed(specs: Sequence[RunSpec[Any]], folder: Path, choice: Choice) -> list[_Part]:
-    if choice.resume and choice.overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other.")
     if choice.resume and choice.folder is None:
         raise ConfigError("--resume needs the folder to continue: --out DIR.")
     alone = len(specs) == 1

@@ -27,7 +27,7 @@ from ..rollouts.scheduler import GroupMaker, Scheduler, lanes, still_wanted, tar
 from ..rollouts.stream import GroupRequest, id_prefix
 from ..runners.dealing import Rules
 from ..settings.config import MixSettings, Settings
-from ..tokens.flags import chosen
+from ..tools.watching import watched_loop
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Rewards, Tally, all_of
 from .mix import Book, Member, Several, has_curriculum, stream_of
@@ -143,12 +143,8 @@ class GroupRun:
         return dict(found)
 
     async def run(self) -> None:
-        if self.resume and self.overwrite:
-            raise ConfigError("--resume and --overwrite exclude each other.")
-        for part in self.parts:  # report an unknown flag before replacing a file
-            tokens = part.settings.tokens
-            chosen(tokens.train, tokens.mask, tokens.drop)
-        async with contextlib.AsyncExitStack() as stack:
+        slow_seconds = self.settings.telemetry.slow_callback_seconds
+        async with watched_loop(slow_seconds), contextlib.AsyncExitStack() as stack:
             self._tracked = await stack.enter_async_context(self.track())
             await self._open_files(stack)
             if self.shared is None:
@@ -166,7 +162,9 @@ class GroupRun:
             schedulers = await self._schedulers(stack, already, view, makers)
             several = Several(schedulers)
             work = several.run(view.say)
-            self.stopped = await run_until_stopped(work, several, self.stop) != "done"
+            ending = await run_until_stopped(work, several, self.stop)
+            made = sum(already.values()) + self.groups.total()
+            self.stopped = ending != "done" and not (several.complete or made == self.expected)
             if self.for_training and not self.stopped:
                 for one in schedulers.values():
                     one.check()

@@ -43,6 +43,7 @@ from ..runners.link import (
 from ..runners.messages import Heartbeat, Registration, ToldEngine, Welcome
 from ..settings.runs import CurriculumConfig
 from ..settings.server import is_loopback
+from ..tools.watching import watched_loop
 from ..version import __version__
 from .context import SharedEngine, rollout_context, shared_engine
 from .metrics import Tally, all_of, warn_of_dropped
@@ -108,6 +109,7 @@ async def joined(spec: Spec, identity: Identity) -> AsyncIterator[Runner]:
             else None
         )
         async with (
+            watched_loop(settings.telemetry.slow_callback_seconds),
             shared_engine(settings, need_engine=False, need_exact=True, gate=gate) as shared,
             rollout_context(
                 settings,

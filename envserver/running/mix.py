@@ -18,7 +18,7 @@ from ..rollouts.events import Event, scored_in
 from ..rollouts.scheduler import Scheduler, Share, targets
 from ..rollouts.stream import GroupRequest, again_prefix, group_requests, id_prefix
 from ..rollouts.task_stream import Known, TaskStream
-from ..settings.config import EnvironmentSettings, MixSettings
+from ..settings.config import EnvironmentSettings, MixSettings, Settings
 from ..settings.runs import CurriculumConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,19 @@ class RunSpec(Generic[S]):
     reference: str
     environment_class: type[Environment]
     name: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for settings that would fail later, when much has been loaded."""
+        settings = self.settings
+        if getattr(settings, "resume", False) and getattr(settings, "overwrite", False):
+            raise ConfigError("--resume and --overwrite exclude each other.")
+        if isinstance(settings, Settings):
+            from ..tokens.flags import chosen
+            from .prices import pricing_of
+
+            tokens = settings.tokens
+            chosen(tokens.train, tokens.mask, tokens.drop)
+            pricing_of(settings.prices, None, settings.engine.models_file)
 
     def make_environment(self) -> Environment:
         from ..rollouts.rewards import roles_of
@@ -124,6 +137,10 @@ class Several:
     @property
     def open_groups(self) -> int:
         return sum(one.open_groups for one in self._schedulers.values())
+
+    @property
+    def complete(self) -> bool:
+        return all(one.complete for one in self._schedulers.values())
 
     @property
     def drained(self) -> bool:

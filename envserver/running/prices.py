@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import msgspec
 from envserver_records.costs import Prices
 from envserver_records.errors import ConfigError, InputError
 
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
 
 
 def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pricing:
-    if (config.prompt is None) != (config.completion is None):
-        raise ConfigError("--prices.prompt and --prices.completion go together.")
+    listed = None if config.file is None else _read_prices(config.file)
 
     def pricing(served: str) -> Prices | None:
         if given := prices_of(config.prompt, config.completion, config.currency, "as given"):
             return given
-        if config.file is not None:
-            return _read_prices(config.file, served, config.currency)
-        return _of_catalogue(model, served, models_file, config.currency)
+        if listed is None:
+            return _of_catalogue(model, served, models_file, config.currency)
+        if served not in listed:
+            near = difflib.get_close_matches(served, listed, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"{config.file} has no prices for {served!r}.",
+                hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(listed)}.",
+            )
+        found = listed[served]
+        return prices_of(found.prompt, found.completion, config.currency, str(config.file))
 
     return pricing
 
@@ -71,27 +78,17 @@ def _of_catalogue(model: str | None, served: str, place: Path, currency: str) ->
     return prices_of(entry.prompt_price, entry.completion_price, currency, str(place))
 
 
-def _read_prices(path: Path, model: str, currency: str) -> Prices | None:
-    import yaml
+class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prompt: float
+    completion: float
 
+
+def _read_prices(path: Path) -> dict[str, _Listed]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {error}.", place=str(path)) from error
-    if not isinstance(tree, dict):
-        raise InputError(f"{path} is not a mapping of models to prices.", place=str(path))
-    if model not in tree:
-        near = difflib.get_close_matches(model, map(str, tree), n=1, cutoff=0.5)
-        raise ConfigError(
-            f"{path} has no prices for {model!r}.",
-            hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(map(str, tree))}.",
-        )
-    prices: Any = tree[model]
-    is_valid = isinstance(prices, dict) and set(prices) == {"prompt", "completion"}
-    if not is_valid or not all(isinstance(price, (int, float)) for price in prices.values()):
-        place = f"{path}, {model}"
+        return msgspec.yaml.decode(path.read_bytes(), type=dict[str, _Listed])
+    except (OSError, msgspec.MsgspecError) as error:
         raise InputError(
-            f"{place}: prices are written {{prompt: 0.15, completion: 0.6}}, per million tokens.",
-            place=place,
-        )
-    return prices_of(prices["prompt"], prices["completion"], currency, str(path))
+            f"{path} cannot be read: {error}.",
+            hint="It is written MODEL: {prompt: 0.15, completion: 0.6}, per million tokens.",
+            place=str(path),
+        ) from error

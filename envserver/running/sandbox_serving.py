@@ -38,7 +38,7 @@ class ServedSandboxes:
 async def sandbox_serving(settings: SandboxesServeSettings) -> AsyncIterator[ServedSandboxes]:
     config = settings.sandbox
     async with (
-        LoopLag(None) as lag,
+        LoopLag() as lag,
         SandboxService(config) as service,
         sandboxes_at(service.address) as maker,
     ):

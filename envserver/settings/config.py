@@ -84,6 +84,12 @@ class PricesConfig(Section):
     """YAML file `MODEL: {prompt: 0.15, completion: 0.6}`; unset: `prompt_price` and
     `completion_price` of the model's entry in `engine.models_file`."""
 
+    @model_validator(mode="after")
+    def _go_together(self) -> PricesConfig:
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("prompt and completion go together")
+        return self
+
 
 Edit = Literal["exact", "appended", "whitespace", "calls"]
 

@@ -159,8 +159,8 @@ class TelemetryConfig(Section):
     """Service name in traces."""
     sample_ratio: Share = 1.0
     """Share of the rollouts that are traced."""
-    slow_callback_seconds: Positive | None = None
-    """Log the stack if the event loop is blocked for longer than this; unset: off."""
+    slow_callback_seconds: Positive | None = 10.0
+    """Log whose code blocks the event loop for longer than this; null: off."""
 
 
 class DeliveryConfig(Section):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
-import threading
 import time
-import traceback
 from collections import deque
 from pathlib import Path
 from typing import Final, Self
 
-import structlog
 from envserver_records.waiting import cancel_and_wait
 
 from .measures import Reading
@@ -68,27 +64,20 @@ def _children(pid: int) -> list[int]:
 
 # A task wakes every 50 ms; how late it wakes is the lag of any other callback at that moment. A
 # block of half a second delays every callback within it, so it counts as all the ticks that it
-# swallowed. If slow callbacks are logged, a thread records the stack of the loop when it is late.
+# swallowed.
 
 TICK_SECONDS: Final = 0.05
 _WINDOW: Final = 1200
 """Ticks of a minute."""
-_STACK_DEPTH: Final = 6
-
-_log = structlog.get_logger("envserver.loop")
 
 
 class LoopLag:
-    """Measures the loop in which it is entered. Callbacks slower than `slow_seconds` are logged
-    with their stack.
-    """
+    """Measures the loop in which it is entered."""
 
-    def __init__(self, slow_seconds: float | None = None) -> None:
+    def __init__(self) -> None:
         self.seconds = Distribution(SHORT_SECONDS)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._ticked_at = time.monotonic()
-        self._slow_seconds = slow_seconds
-        self._stop = threading.Event()
 
     @property
     def tick_age_seconds(self) -> float:
@@ -106,14 +95,9 @@ class LoopLag:
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._tick(), name="loop-lag")
-        if self._slow_seconds is not None:
-            self._ticked_at = time.monotonic()
-            watch = (self._slow_seconds, threading.get_ident())
-            threading.Thread(target=self._watch, args=watch, name="loop-watch", daemon=True).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._stop.set()
         await cancel_and_wait(self._task)
 
     async def _tick(self) -> None:
@@ -129,17 +113,3 @@ class LoopLag:
     def _add(self, late: float) -> None:
         self.seconds.add(late)
         self._recent.append(late)
-
-    def _watch(self, slow_seconds: float, loop_thread: int) -> None:
-        reported_at = 0.0
-        while not self._stop.wait(TICK_SECONDS):
-            ticked_at = self._ticked_at
-            late = time.monotonic() - ticked_at - TICK_SECONDS
-            if late < slow_seconds or ticked_at == reported_at:
-                continue
-            reported_at = ticked_at
-            frame = sys._current_frames().get(loop_thread)
-            if frame is not None:
-                stack = traceback.extract_stack(frame)[-_STACK_DEPTH:]
-                places = [f"{one.filename}:{one.lineno} {one.name}" for one in stack]
-                _log.warning("loop_is_blocked", seconds=round(late, 3), stack=places)

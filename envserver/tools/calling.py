@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from envserver_records.errors import ConfigError, EnvserverError
@@ -299,7 +300,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-_LIBRARIES = (
+LIBRARIES = (
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
     str(Path(__file__).parents[1]),
     "<frozen ",
@@ -346,11 +347,14 @@ def place_of(error: BaseException, method: Callable[..., Any] | None = None) -> 
     The file's name alone: messages are kept with rollouts, without the user's folders.
     """
     frames = [(one.f_code, line) for one, line in traceback.walk_tb(error.__traceback__)]
-    own = [one for one in frames if not one[0].co_filename.startswith(_LIBRARIES)]
+    own = [one for one in frames if not one[0].co_filename.startswith(LIBRARIES)]
     called = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
     if not own and called is not None:
         own = [(called, called.co_firstlineno)]
     if not (own or frames):
         return ""
-    code, line = (own or frames)[-1]
+    return shown_place(*(own or frames)[-1])
+
+
+def shown_place(code: CodeType, line: int) -> str:
     return f"({Path(code.co_filename).name}:{line}, in {code.co_qualname})."

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -58,15 +57,18 @@ async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, 
             services: Any = environment.services()
             is_context = isinstance(services, AbstractAsyncContextManager)
             if is_context:
-                services = await stack.enter_async_context(services)
+                leave = services.__aexit__
+                services = await services.__aenter__()
+
+                async def end(*reason: Any) -> None:
+                    with blaming(f"Environment {environment.name!r} cannot end its services"):
+                        await leave(*reason)
+
+                stack.push_async_exit(end)
         with blaming(starting, environment.services, hint):
             if not (is_context and isinstance(services, Mapping)):
                 raise TypeError(f"it must open a dict of services, not give {services!r:.50}")
-        try:
-            yield services
-        finally:
-            with blaming(f"Environment {environment.name!r} cannot end its services"):
-                await stack.__aexit__(*sys.exc_info())
+        yield services
 
 
 def server_tools(environment: Environment) -> list[TypedTool]:

@@ -40,10 +40,12 @@ def failure_of(
     """Returns the failure of a rollout that `error` ended: {"kind", "message", "detail"}.
 
     Traceback entries of `own_file` are left out at the top; they are not the agent's. `method`: see
-    `place_of`.
+    `place_of`. Detail `sandbox`: the place of a sandbox's error, even if `error` wraps it.
     """
+    places = [place_of(one, method) for one in _chain(error) if isinstance(one, SandboxError)]
+    behind = {"sandbox": places[0]} if places else {}
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
-        detail = {name: value for name, value in error.detail.items() if name != OUTPUT}
+        detail = {name: value for name, value in error.detail.items() if name != OUTPUT} | behind
         return {"kind": error.kind, "message": str(error), "detail": detail}
     ours = isinstance(error, AgentError | RewardError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
@@ -55,8 +57,19 @@ def failure_of(
             "place": place_of(error, method),
             **may_be_bug(error),
             **bug_of(error, method),
+            **behind,
         },
     }
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Returns `error`, and the errors in its groups, causes and contexts."""
+    chain = [error]
+    for one in chain:  # it grows meanwhile
+        inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        behind = (*inner, one.__cause__, one.__context__)
+        chain += [each for each in behind if each is not None and each not in chain]
+    return chain
 
 
 def ended_by(error: BaseException) -> AgentError:

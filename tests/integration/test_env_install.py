@@ -116,6 +116,10 @@ def test_services_tools_and_hooks_run_in_an_own_interpreter(run: Line, tmp_path:
     rollouts = [one for group in groups for one in group["rollouts"]]
     assert [one["reward"] for one in rollouts] == [1.0] * 4
     assert all(one["hooks"][0]["reason"] == "the question" for one in rollouts)
+    failing = "process --env sums --model sim --env.largest 1 --env.total_steps 2"
+    said = " ".join(typed(failing, tmp_path, status=1).stderr.split())
+    bug = "A bug in the environment: The service 'double' failed: KeyError (__init__.py:"
+    assert bug in said and "double)" in said.rpartition(bug)[2]
     # Under the debugger all runs in that interpreter, so that prints are shown.
     shown = run("run --env sums --task sum-1 --model sim --debug")
     assert f"rollout in {tmp_path}" in shown and "my-sums/venv" in shown

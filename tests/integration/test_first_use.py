@@ -66,8 +66,9 @@ def test_an_environment_that_cannot_run_is_told_in_a_line(
 
 
 def refuse(path: str, headers: Mapping[str, str], body: bytes) -> tuple[int, bytes]:
-    """Refuses every key, and repeats it."""
-    message = f"No such key: {headers['authorization']}"
+    """Refuses every key, and repeats it in a page of a gateway."""
+    title = f"No such key: {headers['authorization']}"
+    message = f"<html><head><title>{title}</title></head><body><h1>{title}</h1></body></html>"
     return 401, json.dumps({"error": {"message": message}}).encode()
 
 
@@ -77,9 +78,10 @@ def test_an_engine_that_refuses_us_is_found_out_before_any_rollout(
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-mine")
     with standing_in(refuse) as url:
         line = f"process --env math --openai.base_url {url}/v1 --openai.model_name m"
-        ran = typed(line, tmp_path, status=1)
+        ran = typed(f"{line} --log_level debug", tmp_path, status=1)
     assert "OPENAI_API_KEY is used: --openai.base_url http" in ran.stderr
-    assert "(HTTP 401): No such key: Bearer ***" in ran.stderr.splitlines()[-1]
+    assert "(HTTP 401): No such key: Bearer *** Set the key" in ran.stderr
+    assert "engine.page" in ran.stderr and "<h1>" not in ran.stderr.splitlines()[-1]
     assert "Set the key: OPENAI_API_KEY, or ENVSERVER_OPENAI__API_KEY" in ran.stderr
     assert "sk-of-mine" not in ran.stderr + ran.stdout
     assert not (tmp_path / "data" / "math.failures.jsonl").exists()

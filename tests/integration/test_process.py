@@ -135,6 +135,34 @@ def test_an_interrupt_finishes_open_groups_and_it_resumes(process: Process, fold
     assert group_ids(output)[: len(written)] == written
 
 
+@pytest.mark.parametrize("command", ["process --total_groups 1", "evaluate --env.total_steps 1"])
+def test_an_interrupt_with_nothing_left_to_begin_is_no_early_stop(
+    folder: Path, command: str
+) -> None:
+    begun, go = folder / "begun", folder / "go"
+    waits = f"then open('{begun}', 'w')\nwhile not os.path.exists('{go}'): time.sleep(0.01)"
+    line = LINE.replace("process", command).format(env="echo", more="--out out")
+    with running(*shlex.split(line), "--env.broken", waits, folder=folder) as ends:
+        ends.until(begun.exists)
+        ends.send(signal.SIGINT)
+        ends.wait_for("Finishing 1 open group")
+        go.touch()
+        assert ends.end() == 0, ends.output()
+    assert "--resume" not in ends.output()
+
+
+def test_a_hook_that_blocks_the_server_is_named(folder: Path) -> None:
+    blocks = "def on_request(self, call):\n        while not os.path.exists('go'): time.sleep(0.01)"
+    code = OWN_ENVIRONMENT.replace("def demonstration", f"{blocks}\n\n    def demonstration", 1)
+    (folder / "echo.py").write_text(code)
+    more = f"--telemetry.slow_callback_seconds 0.5 {OUT}"
+    with running(*shlex.split(LINE.format(env="echo", more=more)), folder=folder) as blocked:
+        blocked.wait_for(r"loop_is_blocked .*to_thread.*\(echo.py:\d+, in Echo.on_request\)")
+        (folder / "go").touch()
+        blocked.wait_for("loop_turns_again")
+        assert blocked.end() == 0
+
+
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_stop_does_not_wait_for_tasks_that_are_being_loaded(folder: Path, times: int) -> None:
     loading = "for n in range(self.config.tasks_in_all):\n            n and time.sleep(600)"

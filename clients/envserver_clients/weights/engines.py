@@ -23,6 +23,7 @@ from envserver_records import (
     EnvserverError,
     InputError,
 )
+from envserver_records.http_errors import without_page
 from envserver_records.servers import ServersClient
 from envserver_records.tasks import Json
 
@@ -367,7 +368,7 @@ class EngineControl:
 
     def _refusal(self, path: str, response: httpx.Response) -> EngineError:
         status = response.status_code
-        said = f"HTTP {status} to {path}: {response.text[:500]}"
+        said = f"HTTP {status} to {path}: {without_page(response.text)[:500]}"
         if status == 404 and path != "/v1/completions":
             return EngineRefused(said, hint=_STARTED_WITH, status=status)
         if status < 500:

@@ -54,7 +54,7 @@ async def following(settings: ServerConfig) -> AsyncIterator[Follower]:
     async with (
         leadership(NOWHERE, 5.0) as leads,
         LeaderLink(leads, settings) as link,
-        LoopLag(None) as lag,
+        LoopLag() as lag,
     ):
         app = follower_app(leads, link, settings, lag)
         async with (

@@ -1,6 +1,7 @@
 """`envserver check`: rewards that can be cheated are found, and sound environments pass."""
 
 import json
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,9 @@ def test_faults_that_only_a_rollout_shows_are_found(zoo: Path) -> None:
     assert "The prompt of task 't0' shows hidden text: 'the answer that nobody may see" in problems
     assert "A cheat solves 3 of 3 tasks: the prompt again." in problems
     assert "Spoiled demonstrations are rewarded like correct ones" in problems
+    for number, wrong in enumerate(("must return a list of", "raised KeyError: 'rank'", "= nan,")):
+        line = rf"The group of task 't{number}' cannot be scored: .*{wrong}.*in Faulty.score_group"
+        assert re.search(line, problems)
     plays = found["plays"]
     assert "I cannot read this answer" in plays["nothing"]["wrong"][0]["error"]
     assert not found["ok"] and plays["demonstration"]["solved"] == 4

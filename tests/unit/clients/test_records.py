@@ -195,6 +195,15 @@ def test_the_command_fits_the_installation(tmp_path: Path, monkeypatch: pytest.M
     origin: dict[str, object] = {"url": root.as_uri(), "dir_info": {"editable": True}}
     monkeypatch.setattr(extras, "distribution", lambda project: Installed(origin))
     assert install_command("gaia").endswith("-e '.[gaia]'")
+    origin = {
+        "url": "https://h/e",
+        "subdirectory": "c",
+        "vcs_info": {"vcs": "git", "commit_id": "1"},
+    }
+    wanted = "pip install 'envserver-clients[train] @ git+https://h/e@1#subdirectory=c'"
+    assert install_command("train", CLIENTS) == wanted
+    origin = {"url": "file:///e.whl", "archive_info": {}}
+    assert install_command("gaia").endswith("'envserver[gaia] @ file:///e.whl'")
 
 
 # Objectives by name are presets of settings; rewards of turns and agents become returns,

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -77,6 +77,26 @@ def test_groups_can_be_taken_as_they_finish_and_left() -> None:
             break
     assert len(set(taken)) == 3
     assert len(list(envserver.groups(Echo, **SIM))) == 2
+
+
+class Noting(Echo):
+    reasons: ClassVar[list[BaseException]] = []
+
+    @contextlib.asynccontextmanager
+    async def services(self) -> Any:
+        try:
+            yield {}
+        except BaseException as error:
+            self.reasons.append(error)
+            raise
+
+
+async def test_services_do_not_end_for_an_error_that_their_caller_handles() -> None:
+    try:
+        raise KeyError
+    except KeyError:
+        await envserver.aio.process(Noting, **SIM)
+    assert not Noting.reasons
 
 
 class Leaving(Echo):

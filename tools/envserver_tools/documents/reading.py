@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from envserver_records.extras import install_command
+
 from ..calling import Tool, ToolError, described, integer, toolbox
 from . import bounded as archives
 from . import html, markup, office
@@ -169,7 +171,7 @@ def read_bytes(
     except ImportError as error:
         raise DocumentError(
             f"{name}: reading {kind} needs a library that is not installed here ({error.name}); "
-            "pip install 'envserver[gaia]' brings it."
+            f"{install_command('gaia')} brings it."
         ) from error
 
 
