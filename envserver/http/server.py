@@ -364,7 +364,7 @@ class Certificates:
         paths = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         # Follow links: mounted certificates are updated by replacing a link.
         found = [path.stat() for path in paths if path is not None]
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
 
 
 def _required(path: Path | None) -> Path:

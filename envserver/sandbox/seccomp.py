@@ -196,7 +196,7 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
 def _search(ordered: list[tuple[int, _Code]]) -> _Code:
     """Builds a binary search: the kernel runs the filter at every call."""
     if len(ordered) <= _FEW:
-        return [*(step for one in ordered for step in _when(*one)), _return(_ALLOW)]
+        return [*(step for rule in ordered for step in _when(*rule)), _return(_ALLOW)]
     middle = len(ordered) // 2
     low, high = _search(ordered[:middle]), _search(ordered[middle:])
     return [(_IF_AT_LEAST, 0, 1, ordered[middle][0]), (_JUMP, 0, 0, len(low)), *low, *high]

@@ -355,7 +355,7 @@ async def leased_rows(
         for group_id in msgspec.json.decode(row.group_ids, type=list[str])
     ]
     shown = named[:limit]
-    rows = await kept_rows(connection, [one[0] for one in shown], queue)
+    rows = await kept_rows(connection, [row[0] for row in shown], queue)
     return [(name, rows[name].env, *times) for name, *times in shown if name in rows], len(named)
 
 
