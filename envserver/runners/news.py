@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
@@ -90,6 +91,7 @@ class Participant(Protocol):
         """Number of groups it could have open."""
 
 
+@dataclass(eq=False, repr=False)
 class Deal:
     """How many groups each participant may have open. One deal serves all who ask, until the next.
 
@@ -101,13 +103,10 @@ class Deal:
             group open, however few places there are.
     """
 
-    def __init__(
-        self, targets: dict[str, int], places: dict[str, int], held: int, idle: set[str]
-    ) -> None:
-        self._targets = targets
-        self._places = places
-        self._held = held
-        self._idle = idle
+    _targets: dict[str, int]
+    _places: dict[str, int]
+    _held: int
+    _idle: set[str]
 
     def __contains__(self, name: str) -> bool:
         return name in self._targets
