@@ -105,7 +105,7 @@ def _near_target(
     if not weights or not sum(weights):
         return None
     (index,) = rng.choices(range(len(rested)), weights)
-    return rested[index][0] if luck < weights[index] else None
+    return rested[index][0].task_id if luck < weights[index] else None
 
 
 def _unsolved(
@@ -113,19 +113,14 @@ def _unsolved(
 ) -> str | None:
     if rng.random() >= rules.replay_share:
         return None
-    rested = [
-        (of, estimate)
-        for of, estimate in _rested(candidates, number)
-        if _is_unsolved(estimate, rules)
-    ]
+    rested = [pair for pair in _rested(candidates, number) if _is_unsolved(pair[1], rules)]
     if not rested:
         return None
     if rules.replay_order == "weighted":
-        return rng.choices([of for of, _ in rested], [estimate.variance for _, estimate in rested])[
-            0
-        ]
-    drawn = {candidate.task_id: candidate.drawn for candidate in candidates}
-    return min(rested, key=lambda pair: drawn[pair[0]])[0]
+        ((chosen, _),) = rng.choices(rested, [estimate.variance for _, estimate in rested])
+    else:
+        chosen, _ = min(rested, key=lambda pair: pair[0].drawn)
+    return chosen.task_id
 
 
 def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
@@ -134,10 +129,10 @@ def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
     return mean is None or mean <= rules.unsolved_below
 
 
-def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[str, Estimate]]:
+def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate, Estimate]]:
     rest = min(LONGEST_REST, len(candidates) // 2)
     return [
-        (candidate.task_id, candidate.estimate)
+        (candidate, candidate.estimate)
         for candidate in candidates
         if candidate.estimate is not None and candidate.drawn + rest < number
     ]
