@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,7 +31,6 @@ from ..settings.server import Quota, Role
 
 Roles = frozenset[Role]
 
-ADMINS_ONLY: Final[Roles] = frozenset()
 TRAINER: Final[Roles] = frozenset({"trainer"})
 ENVIRONMENT: Final[Roles] = frozenset({"environment"})
 READERS: Final[Roles] = frozenset({"reader", "trainer"})
@@ -54,94 +54,23 @@ class Rule(NamedTuple):
     is_change: bool = False
 
 
-RULES: Final = (
-    Rule("GET", "/healthz", None),
-    Rule("GET", "/readyz", EVERYBODY),
-    Rule("GET", "/metrics", READERS),
-    Rule("GET", "/openapi.json", EVERYBODY),
-    Rule("GET", "/v1/session", None),
-    Rule("POST", "/v1/session", None),
-    Rule("DELETE", "/v1/session", None),
-    # Trainers
-    Rule("POST", "/v1/runs", TRAINER),
-    Rule("GET", "/v1/runs", READERS),
-    Rule("GET", "/v1/runs/{run}", READERS),
-    Rule("POST", "/v1/runs/{run}/close", TRAINER),
-    Rule("GET", "/v1/runs/{run}/checkpoints", READERS),
-    Rule("GET", "/v1/runs/{run}/leases", READERS),
-    Rule("POST", "/v1/runs/{run}/lease", TRAINER),
-    Rule("GET", "/v1/runs/{run}/stream", TRAINER, is_stream=True, is_change=True),
-    Rule("POST", "/v1/runs/{run}/ack", TRAINER),
-    Rule("POST", "/v1/runs/{run}/nack", TRAINER),
-    Rule("POST", "/v1/runs/{run}/extend", TRAINER),
-    Rule("POST", "/v1/rollouts", TRAINER),
-    Rule("GET", "/v1/tasks", TRAINER),
-    Rule("POST", "/v1/policy-version", TRAINER),
-    Rule("GET", "/v1/policy-version", EVERYBODY),
-    Rule("POST", "/v1/policy/pause", TRAINER),
-    Rule("POST", "/v1/policy/resume", TRAINER),
-    Rule("GET", "/v1/policy", EVERYBODY),
-    Rule("POST", "/v1/evaluations", TRAINER),
-    Rule("GET", "/v1/evaluations", READERS),
-    Rule("POST", "/v1/engines", TRAINER),
-    Rule("POST", "/v1/engines/{engine_id}/version", TRAINER),
-    Rule("POST", "/v1/engines/{engine_id}/drain", TRAINER),
-    Rule("POST", "/v1/engines/{engine_id}/pause", TRAINER),
-    Rule("POST", "/v1/engines/{engine_id}/resume", TRAINER),
-    Rule("DELETE", "/v1/engines/{engine_id}", TRAINER),
-    # Operators and tools
-    Rule("GET", "/v1/status", READERS),
-    Rule("GET", "/v1/series", READERS),
-    Rule("GET", "/v1/source", READERS),
-    Rule("GET", "/v1/alarms", READERS),
-    Rule("GET", "/v1/events", READERS, is_stream=True),
-    Rule("GET", "/v1/failures", READERS),
-    Rule("GET", "/v1/engines", READERS),
-    Rule("GET", "/v1/rollouts/running", READERS),
-    Rule("GET", "/v1/groups", READERS),
-    Rule("GET", "/v1/groups/{group_id:path}/rollouts", READERS),
-    Rule("GET", "/v1/rewards", READERS),
-    Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}", READERS),
-    Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/images/{image}", READERS),
-    Rule("GET", "/v1/groups/{group_id:path}/rollouts/{number}/tokens", READERS),
-    Rule("GET", "/v1/groups/{group_id:path}", READERS),
-    Rule("GET", "/v1/tasks/estimates", EVERYBODY),
-    Rule("GET", "/v1/tasks/seen", READERS),
-    # Runners
-    Rule("POST", "/v1/environments", ENVIRONMENT),
-    Rule("GET", "/v1/environments", EVERYBODY),
-    Rule("POST", "/v1/environments/{env_id}/heartbeat", ENVIRONMENT),
-    Rule("POST", "/v1/environments/{env_id}/groups", ENVIRONMENT),
-    Rule("POST", "/v1/environments/{env_id}/known", ENVIRONMENT),
-    Rule("POST", "/v1/environments/{env_id}/scored", ENVIRONMENT),
-    Rule("DELETE", "/v1/environments/{env_id}", ENVIRONMENT),
-    Rule("POST", "/v1/environments/{env_id}/drain", ADMINS_ONLY),
-    # Atropos protocol
-    Rule("GET", "/", EVERYBODY),
-    Rule("POST", "/register", TRAINER),
-    Rule("GET", "/info", EVERYBODY),
-    Rule("GET", "/wandb_info", EVERYBODY),
-    Rule("GET", "/status", EVERYBODY),
-    Rule("GET", "/batch", TRAINER, is_change=True),
-    Rule("POST", "/ack", TRAINER),
-    Rule("GET", "/reset_data", TRAINER, is_change=True),
-    Rule("GET", "/latest_example", READERS),
-    Rule("POST", "/register-env", ENVIRONMENT),
-    Rule("POST", "/disconnect-env", ENVIRONMENT),
-    Rule("GET", "/status-env", ENVIRONMENT, is_change=True),
-    Rule("POST", "/scored_data", ENVIRONMENT),
-    Rule("POST", "/scored_data_list", ENVIRONMENT),
-    # OpenEnv: an application for each environment
-    Rule("GET", "/openenv/{env}/openapi.json", EVERYBODY),
-    Rule("GET", "/openenv/{env}/health", EVERYBODY),
-    Rule("GET", "/openenv/{env}/metadata", EVERYBODY),
-    Rule("GET", "/openenv/{env}/schema", EVERYBODY),
-    Rule("GET", "/openenv/{env}/state", TRAINER),
-    Rule("POST", "/openenv/{env}/reset", TRAINER),
-    Rule("POST", "/openenv/{env}/step", TRAINER),
-    Rule("POST", "/openenv/{env}/mcp", TRAINER),
-    Rule("GET", "/openenv/{env}/ws", TRAINER),
-)
+_ROLES: Final[dict[str, Roles | None]] = {
+    "anyone": None,
+    "everybody": EVERYBODY,
+    "readers": READERS,
+    "trainer": TRAINER,
+    "environment": ENVIRONMENT,
+    "admin": frozenset(),
+}
+
+
+def _read_rules() -> Iterator[Rule]:
+    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+    for method, path, roles, *kinds in table["rules"]:
+        yield Rule(method, path, _ROLES[roles], "stream" in kinds, "change" in kinds)
+
+
+RULES: Final = tuple(_read_rules())
 
 
 def rules_of(path: str) -> dict[str, Rule]:
@@ -251,18 +180,12 @@ def revoke_token(path: Path, name: str) -> Token:
 
 def read_tokens(path: Path) -> list[Token]:
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            raw = file.read()
+        raw = _read_private(path, "tokens file")
     except OSError as error:
         raise ConfigError(
             f"The tokens file {path} cannot be read: {error.strerror}.",
             hint=f"envserver token create --role trainer --name NAME --tokens {path}",
         ) from None
-    if mode & _OTHERS:
-        raise ConfigError(
-            f"The tokens file {path} is open to other users.", hint=f"chmod 600 {path}"
-        )
     import yaml  # a server without tokens starts without it
 
     try:
@@ -278,6 +201,15 @@ def read_tokens(path: Path) -> list[Token]:
     if len({token.id for token in found.tokens}) < len(found.tokens):
         raise ConfigError(f"The tokens file {path} has an id twice.")
     return found.tokens
+
+
+def _read_private(path: Path, what: str) -> bytes:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_mode & _OTHERS:
+            raise ConfigError(
+                f"The {what} {path} is open to other users.", hint=f"chmod 600 {path}"
+            )
+        return file.read()
 
 
 class AccessTokens:
@@ -508,13 +440,8 @@ def _made_key(path: Path, key: bytes) -> bytes:
 
 
 def _read_key(path: Path) -> bytes:
-    with path.open("rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        text = file.read(1000)
-    if mode & _OTHERS:
-        raise ConfigError(f"The login key {path} is open to other users.", hint=f"chmod 600 {path}")
     try:
-        key = bytes.fromhex(text.decode("ascii"))
+        key = bytes.fromhex(_read_private(path, "login key").decode("ascii"))
     except ValueError:
         key = b""
     if len(key) != _KEY_BYTES:

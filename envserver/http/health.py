@@ -129,7 +129,7 @@ class Health:
         )
 
     async def _ask_all(self) -> None:
-        await asyncio.gather(*(self._ask(part, *one) for part, one in self._probes.items()))
+        await asyncio.gather(*(self._ask(part, *probe) for part, probe in self._probes.items()))
 
     async def _ask(self, part: str, probe: Probe, failing: PartState, silent: str) -> None:
         try:
@@ -188,10 +188,12 @@ def engine_probe(engine: Engine) -> Probe:
 
     async def probe() -> str:
         replicas = await engine.health()
-        is_registered = not any(one.origin == "setting" for one in replicas)
-        if is_registered or any(one.healthy for one in replicas):
+        is_registered = not any(replica.origin == "setting" for replica in replicas)
+        if is_registered or any(replica.healthy for replica in replicas):
             return ""
-        return "; ".join(dict.fromkeys(one.reason or "it does not answer" for one in replicas))
+        return "; ".join(
+            dict.fromkeys(replica.reason or "it does not answer" for replica in replicas)
+        )
 
     return probe
 
@@ -245,7 +247,7 @@ class Metrics:
                 "loop_lag_seconds": lag.seconds,
                 "loop_lag_p99_seconds": lag.p99_seconds(),
                 "ready": health.ready,
-                "part_ready": {name: one.state == "ready" for name, one in health.parts.items()},
+                "part_ready": {name: part.state == "ready" for name, part in health.parts.items()},
             }
 
         self.add(read)

@@ -11,6 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
@@ -216,18 +217,16 @@ class Access:
         return token
 
 
+@dataclass(eq=False, repr=False)
 class _Passing:
     """One admitted request: counts its bytes, and ends its response if the token is revoked."""
 
-    def __init__(
-        self, tokens: AccessTokens, token: Token, usage: Usage, receive: Receive, send: Send
-    ) -> None:
-        self._tokens = tokens
-        self._token = token
-        self._usage = usage
-        self._receive = receive
-        self._send = send
-        self._revoked = False
+    _tokens: AccessTokens
+    _token: Token
+    _usage: Usage
+    _receive: Receive
+    _send: Send
+    _revoked: bool = False
 
     async def receive(self) -> Message:
         if self._revoked:

@@ -7,9 +7,9 @@ have the limits of the public server."""
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
@@ -33,7 +33,7 @@ _SHORT_OF: Final = 0.75
 """Share of all descriptors from which on they are few."""
 
 
-@dataclasses.dataclass
+@dataclass
 class _Listener:
     """One listening socket.
 
@@ -48,7 +48,7 @@ class _Listener:
     few_from: float
     is_shared: bool = False
     owner: InFlight | None = None
-    without_key: Connections = dataclasses.field(default_factory=Connections)
+    without_key: Connections = field(default_factory=Connections)
 
     def came(self, connection: AgentHttp) -> None:
         most = self.least if connection.number > self.few_from else self.most
@@ -134,12 +134,12 @@ class AgentHttp(BoundedHttp):
         super()._refuse(error)
 
 
+@dataclass(eq=False, repr=False)
 class ProxyServer:
-    def __init__(self, running: RunningServer, proxy: Proxy, http: Any, few_from: float) -> None:
-        self._running = running
-        self._proxy = proxy
-        self._http = http
-        self._few_from = few_from
+    _running: RunningServer
+    _proxy: Proxy
+    _http: Any
+    _few_from: float
 
     @property
     def port(self) -> int:

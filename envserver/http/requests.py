@@ -154,16 +154,8 @@ def _refused(raw: bytes, wanted: TypeAdapter[T], error: ValidationError) -> Usag
     found = error.errors(include_url=False, include_input=not large)
     if "recursion limit" in found[0]["msg"]:
         return Unreadable()
-    if not large:
-        return _refused_exactly(raw, wanted, found)
-    if found[0]["type"] == "json_invalid":
-        return _no_json(0, str(found[0]["ctx"]["error"]))
-    return Refused([_as_fastapi(error) for error in found[:_MOST_ERRORS]])
-
-
-def _refused_exactly(raw: bytes, wanted: TypeAdapter[T], found: list[ErrorDetails]) -> UsageError:
     try:
-        value = json.loads(raw.decode())
+        value = None if large else json.loads(raw.decode())
     except json.JSONDecodeError as unread:
         return _no_json(unread.pos, unread.msg)
     except (ValueError, RecursionError):
@@ -172,7 +164,8 @@ def _refused_exactly(raw: bytes, wanted: TypeAdapter[T], found: list[ErrorDetail
         # Python accepts half of a surrogate pair, but cannot encode it again.
         return _no_json(0, str(found[0]["ctx"]["error"]))
     try:
-        wanted.validate_python(value, from_attributes=True)
+        if not large:
+            wanted.validate_python(value, from_attributes=True)
     except ValidationError as exact:
         found = exact.errors(include_url=False)
     return Refused([_as_fastapi(error) for error in found[:_MOST_ERRORS]])

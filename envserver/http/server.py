@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Self, cast
@@ -364,7 +365,7 @@ class Certificates:
         paths = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         # Follow links: mounted certificates are updated by replacing a link.
         found = [path.stat() for path in paths if path is not None]
-        return tuple((one.st_mtime_ns, one.st_size, one.st_ino) for one in found)
+        return tuple((stat.st_mtime_ns, stat.st_size, stat.st_ino) for stat in found)
 
 
 def _required(path: Path | None) -> Path:
@@ -388,27 +389,17 @@ _LARGEST_FRAME: Final = 16 * 1024 * 1024
 """Bytes of one message of a WebSocket."""
 
 
+@dataclass(eq=False, repr=False)
 class RunningServer:
     """A running server, made by `serve_api`. `async with` closes it."""
 
-    def __init__(
-        self,
-        server: _Server,
-        task: asyncio.Task[None],
-        lifespan: Lifespan,
-        host: str,
-        port: int,
-        certificates: Certificates | None,
-    ) -> None:
-        self._server = server
-        self._following: asyncio.Task[None] | None = None
-        if certificates is not None:
-            following = certificates.follow(server.use)
-            self._following = asyncio.create_task(following, name="certificates")
-        self._task = task
-        self._lifespan = lifespan
-        self.host = host
-        self.port = port
+    _server: _Server
+    _task: asyncio.Task[None]
+    _lifespan: Lifespan
+    host: str
+    port: int
+    _following: asyncio.Task[None] | None
+    """Follows the certificates."""
 
     @property
     def url(self) -> str:
@@ -515,7 +506,10 @@ async def serve_api(
     task = asyncio.create_task(server.serve([listener]), name="http-server")
     task.add_done_callback(lambda _: spare.close())
     port = listener.getsockname()[1]
-    running = RunningServer(server, task, lifespan, host, port, certificates)
+    following = None
+    if certificates is not None:
+        following = asyncio.create_task(certificates.follow(server.use), name="certificates")
+    running = RunningServer(server, task, lifespan, host, port, following)
     try:
         while not (server.started or task.done()):
             await asyncio.sleep(0.005)

@@ -58,7 +58,7 @@ class Actor:
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.asked: Any = None
+        self.reply: Any = None
         self.state: dict[str, Any] = {}
         self.lost = self.draining = self.waits = False
         self.begun_at = time.monotonic()
@@ -89,7 +89,7 @@ class Cluster:
         end = time.monotonic() + self._config.place_seconds
         while True:
             nodes = await self.nodes()
-            if any(self._fits(one) for one in nodes):
+            if any(self._fits(node) for node in nodes):
                 return
             if time.monotonic() >= end:
                 raise ConfigError(
@@ -107,7 +107,7 @@ class Cluster:
     async def most_runners(self) -> int:
         """How many runners the nodes of now have room for in total, at least one."""
         if self._room is None or time.monotonic() > self._room[0] + _ROOM_SECONDS:
-            places = [self._places(one) for one in await self.nodes() if self._fits(one)]
+            places = [self._places(node) for node in await self.nodes() if self._fits(node)]
             self._room = time.monotonic(), max(1, sum(places))
         return self._room[1]
 
@@ -203,13 +203,13 @@ def _nodes() -> list[Node]:
 
     return [
         Node(
-            address=one["NodeManagerAddress"],
-            host=one["NodeManagerHostname"],
-            resources=one["Resources"],
-            labels=one.get("Labels") or {},
+            address=node["NodeManagerAddress"],
+            host=node["NodeManagerHostname"],
+            resources=node["Resources"],
+            labels=node.get("Labels") or {},
         )
-        for one in ray.nodes()
-        if one["Alive"]
+        for node in ray.nodes()
+        if node["Alive"]
     ]
 
 
@@ -238,23 +238,23 @@ def _start(spec: CommandSpec, config: RayConfig) -> Actor:
 def _look(actors: Sequence[Actor]) -> None:
     import ray
 
-    for one in actors:
-        if one.asked is None:
-            one.asked = one.handle.state.remote()
-    asked = {one.asked: one for one in actors}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LOOK_SECONDS)
+    for actor in actors:
+        if actor.reply is None:
+            actor.reply = actor.handle.state.remote()
+    replies = {actor.reply: actor for actor in actors}
+    done, _ = ray.wait(list(replies), num_returns=len(replies), timeout=_LOOK_SECONDS)
     for reference in done:
-        one = asked[reference]
-        one.asked = None
+        actor = replies[reference]
+        actor.reply = None
         try:
-            one.state, one.lost = ray.get(reference), False
+            actor.state, actor.lost = ray.get(reference), False
         except ray.exceptions.ActorDiedError as error:
-            one.state = _ended_by(error)
+            actor.state = _ended_by(error)
         except ray.exceptions.RayActorError:
-            # Its node or process is gone; Ray starts it on another node, and it answers again then.
-            one.state, one.lost = {}, True
+            # Its node or process is gone; Ray starts it on another node, and it replies again then.
+            actor.state, actor.lost = {}, True
         except ray.exceptions.RayError as error:  # its runtime environment cannot be made
-            one.state = _ended_by(error)
+            actor.state = _ended_by(error)
 
 
 def _ended_by(error: Exception) -> dict[str, Any]:
@@ -264,31 +264,31 @@ def _ended_by(error: Exception) -> dict[str, Any]:
 def _stop(actors: Sequence[Actor], seconds: float) -> None:
     import ray
 
-    placed = [one for one in actors if one.state]
-    ends = [one.handle.stop.remote(seconds) for one in placed]
+    placed = [actor for actor in actors if actor.state]
+    ends = [actor.handle.stop.remote(seconds) for actor in placed]
     if ends:
         ray.wait(ends, num_returns=len(ends), timeout=seconds + _STOP_SECONDS)
-    for one in actors:
-        ray.kill(one.handle)
+    for actor in actors:
+        ray.kill(actor.handle)
 
 
 def _selects(wanted: str, label: str | None) -> bool:
     negated = wanted.startswith("!")
     text = wanted.removeprefix("!")
     listed = text.removeprefix("in(").removesuffix(")").split(",") if text[:3] == "in(" else [text]
-    return (label in [one.strip() for one in listed]) != negated
+    return (label in [choice.strip() for choice in listed]) != negated
 
 
 def _described(nodes: Sequence[Node]) -> str:
     parts = []
-    for one in nodes:
+    for node in nodes:
         amounts = (
             f"{name} {amount:g}"
-            for name, amount in sorted(one.resources.items())
+            for name, amount in sorted(node.resources.items())
             if not name.startswith(("node:", "memory", "object_store"))
         )
-        labels = (f"{n}={v}" for n, v in one.labels.items() if not n.startswith("ray.io/node"))
-        parts.append(f"{one.address} ({', '.join((*amounts, *labels)) or 'nothing'})")
+        labels = (f"{n}={v}" for n, v in node.labels.items() if not n.startswith("ray.io/node"))
+        parts.append(f"{node.address} ({', '.join((*amounts, *labels)) or 'nothing'})")
     return "; ".join(parts) or "no node"
 
 
@@ -334,13 +334,15 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        return sum(not one.draining for one in self._slots.values())
+        return sum(not actor.draining for actor in self._slots.values())
 
     @property
     def young(self) -> int:
         """Number of runners that have a place, and may not have asked for work yet."""
         earliest = time.monotonic() - _BOOT_SECONDS
-        return sum(bool(one.host) and one.placed_at > earliest for one in self._slots.values())
+        return sum(
+            bool(actor.host) and actor.placed_at > earliest for actor in self._slots.values()
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -352,10 +354,10 @@ class Fleet:
 
     async def tick(self, wanted: int) -> None:
         await self._cluster.look(list(self._slots.values()))
-        for number, one in list(self._slots.items()):
-            self._note(number, one)
-            if (status := one.state.get("status")) is not None:
-                await self._ended(number, one, status)
+        for number, actor in list(self._slots.items()):
+            self._note(number, actor)
+            if (status := actor.state.get("status")) is not None:
+                await self._ended(number, actor, status)
         await self._resize(wanted)
         await self._drain_leaving()
 
@@ -365,7 +367,7 @@ class Fleet:
         await self._cluster.stop(actors, seconds)
 
     async def _resize(self, wanted: int) -> None:
-        staying = sorted(number for number, one in self._slots.items() if not one.draining)
+        staying = sorted(number for number, actor in self._slots.items() if not actor.draining)
         for number in staying[max(0, wanted) :]:
             self._slots[number].draining = True
         number, missing = 0, wanted - len(staying) - len(self._done)
@@ -378,28 +380,28 @@ class Fleet:
 
     async def _drain_leaving(self) -> None:
         """Asks again and again: a runner may register only now."""
-        for number, one in list(self._slots.items()):
-            if one.draining and one.state:
+        for number, actor in list(self._slots.items()):
+            if actor.draining and actor.state:
                 self._drain(number)
-            elif one.draining:
+            elif actor.draining:
                 del self._slots[number]
-                await self._cluster.stop([one], _DRAINED_STOP_SECONDS)
+                await self._cluster.stop([actor], _DRAINED_STOP_SECONDS)
 
-    def _note(self, number: int, one: Actor) -> None:
-        host = str(one.state.get("host", ""))
-        if host and not one.host:
+    def _note(self, number: int, actor: Actor) -> None:
+        host = str(actor.state.get("host", ""))
+        if host and not actor.host:
             _log.info("runner_placed", environment=self._name, runner=number, host=host)
-            one.host, one.waits, one.placed_at = host, False, time.monotonic()
-        elif one.host and one.lost:
-            one.host, one.begun_at = "", time.monotonic()
+            actor.host, actor.waits, actor.placed_at = host, False, time.monotonic()
+        elif actor.host and actor.lost:
+            actor.host, actor.begun_at = "", time.monotonic()
             _log.warning(
                 "runner_lost",
                 environment=self._name,
                 runner=number,
                 why="Its node or process has ended; Ray starts it where there is room.",
             )
-        elif not host and not one.waits and time.monotonic() > one.begun_at + _STARTING_SECONDS:
-            one.waits = True
+        elif not host and not actor.waits and time.monotonic() > actor.begun_at + _STARTING_SECONDS:
+            actor.waits = True
             _log.warning(
                 "runner_waits",
                 environment=self._name,
@@ -407,25 +409,25 @@ class Fleet:
                 why=f"No node has this free, or has its runtime environment ready: {self._wants}.",
             )
 
-    async def _ended(self, number: int, one: Actor, status: int) -> None:
+    async def _ended(self, number: int, actor: Actor, status: int) -> None:
         del self._slots[number]
-        await self._cluster.stop([one], _DRAINED_STOP_SECONDS)
-        if one.draining or status == 0:
-            if not one.draining:  # it has made all that it was to make
+        await self._cluster.stop([actor], _DRAINED_STOP_SECONDS)
+        if actor.draining or status == 0:
+            if not actor.draining:  # it has made all that it was to make
                 self._done.add(number)
             return
-        lasted = time.monotonic() - one.begun_at
+        lasted = time.monotonic() - actor.begun_at
         crashes = 1 if lasted > _LASTING_SECONDS else self._crashes.get(number, 0) + 1
         self._crashes[number] = crashes
         self._not_before[number] = time.monotonic() + _AGAIN_SECONDS * crashes
-        said = str(one.state.get("said", ""))
+        said = str(actor.state.get("said", ""))
         _log.warning(
             "runner_ended", environment=self._name, runner=number, status=status, said=said[-500:]
         )
         if crashes >= _MOST_CRASHES:
             raise RunnerFailed(
-                f"A runner of {self._name!r} on {one.host or 'a node'} ended {crashes} times with "
-                f"status {status}: {said[-1000:] or 'it printed nothing'}",
+                f"A runner of {self._name!r} on {actor.host or 'a node'} ended {crashes} times "
+                f"with status {status}: {said[-1000:] or 'it printed nothing'}",
                 hint="The log of its actor (`ray logs actor --id ID`) has all that it printed.",
             )
 

@@ -57,8 +57,8 @@ def seats_of(
     routes = {}
     for name, role in roles.items():
         config = environment.config.agents.get(name) or AgentConfig()
-        asked = {field: getattr(config, field) for field in ("temperature", "top_p", "max_tokens")}
-        own = {field: value for field, value in asked.items() if value is not None}
+        fields = ("temperature", "top_p", "max_tokens")
+        own = {field: value for field in fields if (value := getattr(config, field)) is not None}
         chosen, is_own = own_models.get(name, model), name in own_models
         # A policy that is asked for by its version is the policy, under whatever name.
         of_policy = not is_own or (config.base_url is None and VERSION_PLACEHOLDER in chosen)

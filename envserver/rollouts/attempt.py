@@ -135,19 +135,19 @@ def _continued(calls: list[Call]) -> set[int]:
 
 
 def _resolved(
-    attempt: ProxyAttempt, one: PostedReward, answered: Mapping[str | None, list[int]]
+    attempt: ProxyAttempt, posted: PostedReward, answered: Mapping[str | None, list[int]]
 ) -> TurnReward:
     """Returns a reward with its agent, turn and call. `answered`: see `answered_calls`."""
     try:
-        agent = attempt.spec.agent(one.agent)
+        agent = attempt.spec.agent(posted.agent)
     except InputError as error:
-        said = f"run.reward was called for the agent {one.agent!r}."
+        said = f"run.reward was called for the agent {posted.agent!r}."
         raise reward_error(said, error.message) from error
     calls = answered.get(agent, [])
     whose = "" if agent is None else f" of {agent!r}"
-    turn = one.turn
+    turn = posted.turn
     if turn is None:
-        turn = bisect.bisect([attempt.committed_at[call] for call in calls], one.at) - 1
+        turn = bisect.bisect([attempt.committed_at[call] for call in calls], posted.at) - 1
         if turn < 0:
             raise reward_error(f"run.reward was called before the first answer to a call{whose}.")
     elif not 0 <= turn < len(calls):
@@ -155,7 +155,7 @@ def _resolved(
             f"run.reward was called for turn {turn}{whose}, which had {len(calls)}.",
             "Turns count the calls that the agent received an answer to, from 0.",
         )
-    return TurnReward(turn, one.value, agent, calls[turn])
+    return TurnReward(turn, posted.value, agent, calls[turn])
 
 
 def timings_of(timeline: Timeline, calls: list[Call], rows: list[Sequence]) -> list[Timing]:
@@ -293,7 +293,7 @@ async def run_attempt(
         metrics=dict(attempt.metrics),
         flags=sorted(attempt.flags),
         actions=attempt.steps.taken(),
-        turn_rewards=[_resolved(attempt, one, answered) for one in attempt.turn_rewards],
+        turn_rewards=[_resolved(attempt, posted, answered) for posted in attempt.turn_rewards],
         calls={agent or "": indices for agent, indices in answered.items()},
     )
     started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages

@@ -77,9 +77,9 @@ class Rescorer:
 
     async def _score_with(self, tokens: Tokens, images: Sequence[RowImage]) -> Logprobs:
         """`/v1/completions` would ignore images without an error."""
-        ranges = [(one.offset, one.length) for one in images]
+        ranges = [(image.offset, image.length) for image in images]
         token = _placeholder(tokens, images[0])
-        urls = [url_from(one.data) for one in images]
+        urls = [url_from(image.data) for image in images]
         body = {
             "model": await self._engine.model_name(),
             "token_ids": folded(tokens.tolist(), ranges, token),
@@ -360,7 +360,9 @@ def audited(sequence: Row, images: list[RowImage], **facts: Any) -> AuditedRow:
 
 def is_altered(flags: list[str], generation_params: Mapping[str, Any]) -> bool:
     params = [generation_params.get(name) for name in ("temperature", "top_p")]
-    return any(flag in flags for flag in _ALTERING) or any(one not in (None, 1) for one in params)
+    return any(flag in flags for flag in _ALTERING) or any(
+        value not in (None, 1) for value in params
+    )
 
 
 def are_plain(spans: Iterable[SamplingSpan]) -> bool:

@@ -143,7 +143,7 @@ class EnvironmentReport(msgspec.Struct, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        wrong = any(kind.wrong for kind in self.kinds) or any(one.wrong for one in self.plays)
+        wrong = any(kind.wrong for kind in self.kinds) or any(play.wrong for play in self.plays)
         return not self.problems and not wrong
 
 
@@ -248,22 +248,22 @@ Placed = tuple[str, Task]
 
 
 def repeats(tasks: Sequence[Placed], evaluation: Sequence[Placed]) -> Iterator[Repeats]:
-    own, others = ([_asked(*one) for one in listed] for listed in (tasks, evaluation))
-    rarity = Counter(piece for one in (*own, *others) for piece in one.pieces)
+    own, others = ([_asked(*placed) for placed in listed] for listed in (tasks, evaluation))
+    rarity = Counter(piece for question in (*own, *others) for piece in question.pieces)
     within = {name: Repeats(what=name) for name in (_EQUAL, _OTHER_ANSWER, _SIMILAR)}
     both = {name: Repeats(what=f"{name} in the evaluation set") for name in (_EQUAL, _SIMILAR)}
-    earlier, asked = _Questions(rarity), _Questions(rarity)
-    for one in others:
-        asked.add(one)
-    for one in own:
-        if found := earlier.like(one):
+    earlier, held_out = _Questions(rarity), _Questions(rarity)
+    for question in others:
+        held_out.add(question)
+    for question in own:
+        if found := earlier.like(question):
             kind, other = found
-            if kind == _EQUAL and not _same(answer_of(other.task), answer_of(one.task)):
+            if kind == _EQUAL and not _same(answer_of(other.task), answer_of(question.task)):
                 kind = _OTHER_ANSWER
-            _count(within[kind], one.place, other.place)
-        earlier.add(one)
-        if found := asked.like(one):
-            _count(both[found[0]], one.place, found[1].place)
+            _count(within[kind], question.place, other.place)
+        earlier.add(question)
+        if found := held_out.like(question):
+            _count(both[found[0]], question.place, found[1].place)
     yield from (*within.values(), *(both.values() if evaluation else ()))
 
 
@@ -324,20 +324,20 @@ class _Questions:
         self._equal: dict[tuple[str, ...], _Asked] = {}
         self._with: dict[tuple[str, ...], list[_Asked]] = defaultdict(list)
 
-    def like(self, one: _Asked) -> tuple[str, _Asked] | None:
-        if one.words in self._equal:
-            return _EQUAL, self._equal[one.words]
-        for piece in self._rarest(one.pieces):
+    def like(self, question: _Asked) -> tuple[str, _Asked] | None:
+        if question.words in self._equal:
+            return _EQUAL, self._equal[question.words]
+        for piece in self._rarest(question.pieces):
             for other in self._with[piece][:_MOST_COMPARED]:
-                common = len(one.pieces & other.pieces)
-                if common >= SIMILAR * (len(one.pieces) + len(other.pieces) - common):
+                common = len(question.pieces & other.pieces)
+                if common >= SIMILAR * (len(question.pieces) + len(other.pieces) - common):
                     return _SIMILAR, other
         return None
 
-    def add(self, one: _Asked) -> None:
-        if self._equal.setdefault(one.words, one) is one:
-            for piece in self._rarest(one.pieces):
-                self._with[piece].append(one)
+    def add(self, question: _Asked) -> None:
+        if self._equal.setdefault(question.words, question) is question:
+            for piece in self._rarest(question.pieces):
+                self._with[piece].append(question)
 
     def _rarest(self, pieces: frozenset[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """Two similar questions have at least one of these pieces in common."""
@@ -349,24 +349,24 @@ def _question(public: Mapping[str, Any]) -> str:
     """The question, with its options and other distinguishing texts; else all that is public."""
     if isinstance(public.get("messages"), list):
         return "\n".join(map(text_of, public["messages"]))
-    name = next((one for one in _QUESTIONS if isinstance(public.get(one), str)), None)
+    name = next((field for field in _QUESTIONS if isinstance(public.get(field), str)), None)
     if name is None:
         return "\n".join(strings_in(public))
     options = public.get("options")
     rest = [
-        one
-        for key, one in public.items()
-        if key not in (name, *_NOT_ASKED) and isinstance(one, str) and len(one) <= _SHORT
+        value
+        for key, value in public.items()
+        if key not in (name, *_NOT_ASKED) and isinstance(value, str) and len(value) <= _SHORT
     ]
     listed = sorted(map(str, options)) if isinstance(options, list) else []
     return "\n".join([public[name], *rest, *listed])
 
 
-def _same(one: str, other: str) -> bool:
+def _same(answer: str, other: str) -> bool:
     try:
-        return float(one.replace(",", "")) == float(other.replace(",", ""))
+        return float(answer.replace(",", "")) == float(other.replace(",", ""))
     except ValueError:
-        return one.casefold().split() == other.casefold().split()
+        return answer.casefold().split() == other.casefold().split()
 
 
 def _count(repeated: Repeats, place: str, earlier: str) -> None:

@@ -150,15 +150,15 @@ async def check(
     starts = range(0, len(scored), _ROWS_AT_A_TIME)
     parts = [scored[start : start + _ROWS_AT_A_TIME] for start in starts]
     async for part, scores in in_order(parts, lambda part: _row_scores(scorer, part), _AT_A_TIME):
-        for one in scores:
-            why = one.why if one.raised else f"It is not scorable: {one.why}."
-            place = origins[one.task_id].place if one.task_id in origins else ""
-            named = msgspec.structs.replace(one, name=f"{_EVERY_ROW}{one.name}", why=why)
+        for score in scores:
+            why = score.why if score.raised else f"It is not scorable: {score.why}."
+            place = origins[score.task_id].place if score.task_id in origins else ""
+            named = msgspec.structs.replace(score, name=f"{_EVERY_ROW}{score.name}", why=why)
             _count(kinds, named, place)
         done += len(part)
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
-    compacted = sum(one.compacted for one in played.plays)
+    compacted = sum(play.compacted for play in played.plays)
     note = f"{compacted} played rollouts summarised their history: each row has the whole reward."
     return EnvironmentReport(
         environment=environment.name,
@@ -188,7 +188,7 @@ def watched_rows(environment: Environment) -> tuple[RowCounts, dict[str, Origin]
 def placed(tasks: Sequence[Task], origins: Mapping[str, Origin]) -> list[Placed]:
     """Returns tasks with the places of their rows, else their ids, in the order of the file."""
     found = [(origins[task.id].place if task.id in origins else task.id, task) for task in tasks]
-    return sorted(found, key=lambda one: in_file(one[0]))
+    return sorted(found, key=lambda placed_task: in_file(placed_task[0]))
 
 
 def _data_report(
@@ -200,7 +200,7 @@ def _data_report(
     texts = {
         "prompt": ["\n".join(strings_in(task.public)) for task in tasks],
         "answer": [answer_of(task) for task in tasks],
-        "solution": [one.solution for one in origins.values() if one.solution],
+        "solution": [origin.solution for origin in origins.values() if origin.solution],
     }
     return DataReport(
         rows=len(tasks),
@@ -225,14 +225,16 @@ async def _row_scores(scorer: Scorer, tasks: list[Task]) -> list[RowScore]:
 
 def _shown_range(environment: Environment) -> tuple[float | None, float | None, float]:
     bounds = range_of(environment)
-    low, high = (one if math.isfinite(one) else None for one in (bounds.low, bounds.high))
+    low, high = (bound if math.isfinite(bound) else None for bound in (bounds.low, bounds.high))
     return low, high, bounds.solved_at
 
 
 def differences(tasks: list[Task], again: list[Task]) -> Iterator[str]:
     if len(tasks) != len(again):
         yield f"Listing the tasks twice gives {len(tasks)} and then {len(again)}."
-    changed = [one.id for one, two in zip(tasks, again, strict=False) if packed(one) != packed(two)]
+    changed = [
+        task.id for task, other in zip(tasks, again, strict=False) if packed(task) != packed(other)
+    ]
     if changed:
         yield f"Tasks differ when listed twice: {_named(changed)}."
 
@@ -268,7 +270,7 @@ def task_problems(task: Task) -> Iterator[str]:
         yield f"Task {task.id!r} cannot be sent: {error}."
     shown = list(strings_in(task.public))
     for secret in secrets_of(task):
-        if any(secret in one for one in shown):
+        if any(secret in text for text in shown):
             yield f"Task {task.id!r} shows hidden text: {secret[:60]!r}."
 
 
@@ -291,15 +293,15 @@ def _cases(
         except EnvserverError as error:
             problems.append(str(error))
             continue
-        right = [one.result.output for one in known if one.least > nothing]
+        right = [result.result.output for result in known if result.least > nothing]
         right += [played[task.id]] if task.id in played else []
         if not right:
             without_gold.append(task.id)
         known += (
-            KnownResult(one.name, one.result, least=bounds.worst, most=nothing)
-            for one in absurd_results(task.public, right)
+            KnownResult(result.name, result.result, least=bounds.worst, most=nothing)
+            for result in absurd_results(task.public, right)
         )
-        cases += [(task, one) for one in known]
+        cases += [(task, result) for result in known]
     return cases
 
 
@@ -374,5 +376,5 @@ def _count(kinds: dict[tuple[str, float, float], Kind], score: RowScore, place: 
 
 
 def _named(ids: list[Any]) -> str:
-    shown = ", ".join(repr(one) for one in ids[:5])
+    shown = ", ".join(repr(task_id) for task_id in ids[:5])
     return f"{shown} and {len(ids) - 5} more" if len(ids) > 5 else shown

@@ -65,8 +65,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class _Request:
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, question: Asked) -> None:
+        self.question = question
         self.answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
 
@@ -92,7 +92,7 @@ class Episode:
         while (request := await self._asked.get()) is not None:
             if not request.answer.done():  # else the agent no longer waits for it
                 self._latest = request
-                return request.asked
+                return request.question
         self._asked.put_nowait(None)
         return self.work.result()
 
@@ -129,8 +129,8 @@ class Episode:
             limit=finished.result.limit,
         )
 
-    async def _ask(self, asked: Asked) -> Message:
-        request = _Request(asked)
+    async def _ask(self, question: Asked) -> Message:
+        request = _Request(question)
         self._asked.put_nowait(request)
         return await request.answer
 
@@ -151,7 +151,7 @@ class Episodes:
         index: Callable[[str], TaskIndex],
         most: int,
     ) -> None:
-        self._parts = {one.environment.name: one for one in parts}
+        self._parts = {part.environment.name: part for part in parts}
         self._engine = engine
         self._index = index
         self._most = most
@@ -164,7 +164,7 @@ class Episodes:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(one.close() for one in list(self._open)))
+        await asyncio.gather(*(episode.close() for episode in list(self._open)))
 
     @property
     def names(self) -> list[str]:
@@ -243,7 +243,7 @@ def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
     def is_played(name: str, route: AgentRoute) -> bool:
         if agent is not None:
             return name == agent
-        return route.trained or not any(one.trained for one in spec.agents.values())
+        return route.trained or not any(agent.trained for agent in spec.agents.values())
 
     return msgspec.structs.replace(
         spec,

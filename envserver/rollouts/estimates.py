@@ -73,7 +73,11 @@ UNTRIED: Final = Estimate()
 
 
 def scored_of(group: Group) -> Scored | None:
-    rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+    rewards = [
+        trajectory.score.reward
+        for trajectory in group.trajectories
+        if trajectory.score.reward is not None
+    ]
     return scored(
         group.group_id,
         group.env,

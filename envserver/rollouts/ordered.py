@@ -54,18 +54,18 @@ class TaskIndex:
 
     async def find(self, split: Split, task_ids: Sequence[str]) -> list[Task]:
         page = self._page(split)
-        while any(one not in page.by_id for one in task_ids) and not page.is_whole:
+        while any(task_id not in page.by_id for task_id in task_ids) and not page.is_whole:
             await self._read_on(page, len(page.tasks) + 1)
-        missing = [one for one in dict.fromkeys(task_ids) if one not in page.by_id]
+        missing = [task_id for task_id in dict.fromkeys(task_ids) if task_id not in page.by_id]
         if missing:
-            shown = (repr(one[:_LONGEST_ID]) for one in missing[:_MOST_NAMED])
+            shown = (repr(task_id[:_LONGEST_ID]) for task_id in missing[:_MOST_NAMED])
             named = ", ".join(shown) + (" ..." if missing[_MOST_NAMED:] else "")
             raise NotFoundError(
                 f"{self.environment.name} has no task {named} among the first {len(page.tasks)} "
                 f"of its split {split!r}.",
                 hint="GET /v1/tasks lists them.",
             )
-        return [page.by_id[one] for one in task_ids]
+        return [page.by_id[task_id] for task_id in task_ids]
 
     async def after(self, split: Split, number: int, limit: int) -> list[Task]:
         page = self._page(split)
@@ -143,8 +143,8 @@ class Orders:
     """All orders of a server; an async context manager that gives them up at its end."""
 
     def __init__(self, parts: Sequence[RolloutContext], sink: OrderSink) -> None:
-        self._parts = {one.environment.name: one for one in parts}
-        self._books = {name: TaskIndex(one.environment) for name, one in self._parts.items()}
+        self._parts = {part.environment.name: part for part in parts}
+        self._books = {name: TaskIndex(part.environment) for name, part in self._parts.items()}
         self._sink = sink
         self._open: dict[GroupsOrder, _Open] = {}
         self._room: dict[tuple[str, int], asyncio.Semaphore] = {}
@@ -154,12 +154,12 @@ class Orders:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [self._upkeep, *(one.work for one in self._open.values())]
+        tasks = [self._upkeep, *(opened.work for opened in self._open.values())]
         await cancel_and_wait(*tasks)
 
     @property
     def open_rollouts(self) -> int:
-        return sum(one.order.rollouts for one in self._open.values())
+        return sum(opened.order.rollouts for opened in self._open.values())
 
     def snapshot(self) -> Mapping[str, int]:
         return {"open_orders": len(self._open), "open_rollouts": self.open_rollouts}

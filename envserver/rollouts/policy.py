@@ -41,23 +41,27 @@ def alike(group: Group) -> tuple[Alike, ...]:
     texts."""
     rollouts = group.trajectories
     found: list[Alike] = []
-    rewards = {one.score.reward for one in rollouts}
+    rewards = {rollout.score.reward for rollout in rollouts}
     if rewards == {group.reward_range.low}:
         found.append("lowest")
     if rewards == {group.reward_range.high}:
         found.append("highest")
-    if len(rollouts) > 1 and all(_says_the_same(rollouts[0], one) for one in rollouts[1:]):
+    if len(rollouts) > 1 and all(_says_the_same(rollouts[0], rollout) for rollout in rollouts[1:]):
         found.append("answers")
     return tuple(found)
 
 
-def _says_the_same(one: Trajectory, other: Trajectory) -> bool:
-    if one.sequences and len(one.sequences) == len(other.sequences):
+def _says_the_same(trajectory: Trajectory, other: Trajectory) -> bool:
+    if trajectory.sequences and len(trajectory.sequences) == len(other.sequences):
         return all(
             np.array_equal(ours.tokens, theirs.tokens)
-            for ours, theirs in zip(one.sequences, other.sequences, strict=True)
+            for ours, theirs in zip(trajectory.sequences, other.sequences, strict=True)
         )
-    return bool(one.messages) and not one.sequences and one.messages == other.messages
+    return (
+        bool(trajectory.messages)
+        and not trajectory.sequences
+        and trajectory.messages == other.messages
+    )
 
 
 def all_equal(trajectories: Sequence[Trajectory]) -> bool:
@@ -74,7 +78,7 @@ def all_equal(trajectories: Sequence[Trajectory]) -> bool:
 
 
 def _turns_of(score: Score, agent: str | None) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted((one.turn, one.value) for one in score.turns if one.agent == agent))
+    return tuple(sorted((turn.turn, turn.value) for turn in score.turns if turn.agent == agent))
 
 
 Missing = Literal["shrink", "drop_group"]
@@ -343,9 +347,9 @@ def untrained_of(
 
 def summed(counts: Iterable[Untrained]) -> Untrained:
     sampled, by_flag = 0, Counter[str]()
-    for one in counts:
-        sampled += one.sampled
-        by_flag.update(one.by_flag)
+    for count in counts:
+        sampled += count.sampled
+        by_flag.update(count.by_flag)
     return Untrained(sampled, dict(by_flag.most_common()))
 
 
@@ -527,8 +531,8 @@ def _capacity_of_taker(
     bounds: Bounds,
 ) -> int:
     """Runs that take a subset of a run's environments help to empty its queue."""
-    helpers = [one for one in sharing if _is_within(one, taker)]
-    batch = sum(one.batch for one in helpers)
+    helpers = [helper for helper in sharing if _is_within(helper, taker)]
+    batch = sum(helper.batch for helper in helpers)
     seen = [depth for env, depth in queue.items() if taker.takes(env)]
     queued = sum(depth.queued for depth in seen)
     free = most_waiting(batch, bounds) - queued
@@ -537,14 +541,14 @@ def _capacity_of_taker(
     # What is leased is a batch that is trained now: a version later it is gone. Who asks for more
     # before that takes more for one version than it said.
     leased = sum(depth.leased for depth in seen)
-    ahead = 0 if any(one.is_hungry for one in helpers) else min(leased, batch)
+    ahead = 0 if any(helper.is_hungry for helper in helpers) else min(leased, batch)
     made = sum(count for env, count in open_groups.items() if taker.takes(env))
     return min(free, (bounds.max_staleness + 1) * batch - ahead - queued - made)
 
 
-def _is_within(one: Taker, other: Taker) -> bool:
+def _is_within(taker: Taker, other: Taker) -> bool:
     return not other.environments or (
-        bool(one.environments) and one.environments <= other.environments
+        bool(taker.environments) and taker.environments <= other.environments
     )
 
 

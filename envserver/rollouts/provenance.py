@@ -120,9 +120,9 @@ def _files_facts(file: Path) -> dict[str, Any]:
 def _sources(file: Path) -> list[Path]:
     folder = file.parent
     if file.name not in ("env.py", "__init__.py"):
-        loaded = {Path(one) for one in map(_file_of, list(sys.modules.values())) if one}
+        loaded = {Path(file) for file in map(_file_of, list(sys.modules.values())) if file}
         beside = {
-            one for one in loaded if one.parent == folder and "site-packages" not in one.parts
+            path for path in loaded if path.parent == folder and "site-packages" not in path.parts
         }
         return sorted(beside | {file})
     found = [path for path in folder.rglob("*") if _is_source(path, folder)]

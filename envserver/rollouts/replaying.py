@@ -62,8 +62,8 @@ def recorded_calls(calls: Sequence[Call], rollout_id: str, agents: Sequence[str]
         if call.choice:
             exchanges[-1].answers.append(call)
             continue
-        asked = call.messages if call.dialect != "completions" else None
-        exchanges.append(Exchange(line, asked, call.tools, [call]))
+        messages = call.messages if call.dialect != "completions" else None
+        exchanges.append(Exchange(line, messages, call.tools, [call]))
     return exchanges
 
 
@@ -164,12 +164,16 @@ class Player:
         """Returns the exchange that `body` requests; concurrent calls each find their own."""
         if self.difference is not None:
             raise _over(self.difference)
-        waiting = [one for one in self._exchanges if not one.played and one.line == line]
+        waiting = [
+            exchange
+            for exchange in self._exchanges
+            if not exchange.played and exchange.line == line
+        ]
         if not waiting:
             who = line.rpartition("/")[2] if "/" in line else "the agent"
             last = [f"+{line}" for line in _spoken((body.get("messages") or [])[-1:])]
             raise _over(self.differ(f"The record ends here, but {who} makes another call.", last))
-        found = next((one for one in waiting if not _differs(one, body)), None)
+        found = next((exchange for exchange in waiting if not _differs(exchange, body)), None)
         if found is None:
             raise _over(self.differ(*_compared(waiting[0], body)))
         found.played = True
@@ -180,9 +184,9 @@ class Player:
 class RecordedServices(Services):
     """Services that answer from the record; any other request is a difference."""
 
-    def __init__(self, asked: Sequence[ServiceCall], player: Player) -> None:
+    def __init__(self, calls: Sequence[ServiceCall], player: Player) -> None:
         super().__init__({})
-        self._left = list(asked)
+        self._left = list(calls)
         self._player = player
 
     def __bool__(self) -> bool:
@@ -193,13 +197,13 @@ class RecordedServices(Services):
         return functools.partial(self._answer, name)
 
     async def _answer(self, name: str, arguments: Json, caller: Caller) -> Any:
-        for at, one in enumerate(self._left):
-            if one.name == name and one.arguments == arguments:
+        for at, call in enumerate(self._left):
+            if call.name == name and call.arguments == arguments:
                 del self._left[at]
-                if one.refused:
-                    raise InputError(one.refused)
-                return one.answer
-        then = next((one.arguments for one in self._left if one.name == name), None)
+                if call.refused:
+                    raise InputError(call.refused)
+                return call.answer
+        then = next((call.arguments for call in self._left if call.name == name), None)
         what = f"The service {name!r} did not get this request in the record."
         diff = _diff(_lines(then) if then is not None else [], _lines(arguments))
         raise ServiceError(self._player.differ(what, diff).what)
@@ -308,7 +312,7 @@ def agents_of(rollout: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]
 
 def kept_calls(trajectory: Trajectory) -> dict[str, Any]:
     """`{"calls", "service_calls"}` of `trajectory`, plain JSON without routed experts."""
-    calls = [replace(one, new=replace(one.new, experts=None)) for one in trajectory.calls]
+    calls = [replace(call, new=replace(call.new, experts=None)) for call in trajectory.calls]
     return {
         "calls": msgspec.to_builtins(calls, enc_hook=_as_list),
         "service_calls": msgspec.to_builtins(trajectory.service_calls),

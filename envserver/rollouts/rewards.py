@@ -106,7 +106,7 @@ def checked_score(score: object, result: Result, rules: RewardRules) -> Score:
     checked = Score(
         reward=None if score.reward is None else _reward("reward", score.reward),
         rewards=_rewards(score.rewards, rules),
-        turns=[_turn(one, result, rules) for one in score.turns],
+        turns=[_turn(turn, result, rules) for turn in score.turns],
         components=_finite_numbers("components", score.components),
         metrics=_finite_numbers("metrics", score.metrics),
     )

@@ -228,7 +228,9 @@ class Turns:
             self._timer.cancel()
             self._timer = None
         # A caller cancelled a moment ago no longer asks, although its cancellation has not run yet.
-        self._asking = {name: one for name, one in self._asking.items() if not one[1].done()}
+        self._asking = {
+            name: waiting for name, waiting in self._asking.items() if not waiting[1].done()
+        }
         while self._asking:
             if self.wanted is not None and self._delivered >= self.wanted:
                 self._answer(list(self._asking), False)
@@ -277,7 +279,7 @@ def lanes(
     wanted = still_wanted(total, sum(begun.values()))
     turns = Turns(Shares(targets(shares), begun), room=room, wanted=wanted)
     takes_turns = len(shares) > 1 or total is not None
-    return {one.name: turns.lane(one.name) if takes_turns else None for one in shares}
+    return {share.name: turns.lane(share.name) if takes_turns else None for share in shares}
 
 
 def still_wanted(groups: int | None, made: int) -> int | None:
@@ -472,7 +474,9 @@ class Scheduler:
             return "failed" if made.failed else "filtered"
         began = time.time()
         await self._deliver(made)
-        rewards = {one.rollout_id: one.score.reward for one in made.trajectories}
+        rewards = {
+            trajectory.rollout_id: trajectory.score.reward for trajectory in made.trajectories
+        }
         for root, trace in traces:
             reward = rewards.get(root["envserver.rollout_id"])
             about = {"envserver.group_id": request.group_id}

@@ -437,13 +437,13 @@ def _placed(method: Callable[..., Any]) -> Iterator[None]:
 def _nothing_failed_meanwhile() -> Iterator[None]:
     """Raises, at the end of the block, what a sandbox or the judge failed with, whatever the scorer
     made of it."""
-    watched = [one for one in (_sandboxes, _judge) if one is not None]
-    for one in watched:
-        one.failure = None
+    watched = [service for service in (_sandboxes, _judge) if service is not None]
+    for service in watched:
+        service.failure = None
     yield
-    for one in watched:
-        if one.failure is not None:
-            raise one.failure
+    for service in watched:
+        if service.failure is not None:
+            raise service.failure
 
 
 def _awaited(value: Any) -> Any:

@@ -86,14 +86,14 @@ def to_forget(candidates: Sequence[Candidate], rules: CurriculumConfig, count: i
     Among equal weights, and among tasks not yet scored, the least recently drawn go first.
     """
 
-    def worth(one: Candidate) -> tuple[float, int]:
-        if one.estimate is None:
-            return (2.0, one.drawn)
+    def worth(candidate: Candidate) -> tuple[float, int]:
+        if candidate.estimate is None:
+            return (2.0, candidate.drawn)
         if rules.sampler == "replay":
-            return (float(_is_unsolved(one.estimate, rules)), one.drawn)
-        return (wanted(one.estimate.success, rules.target, rules.sharpness), one.drawn)
+            return (float(_is_unsolved(candidate.estimate, rules)), candidate.drawn)
+        return (wanted(candidate.estimate.success, rules.target, rules.sharpness), candidate.drawn)
 
-    return [one.task_id for one in heapq.nsmallest(count, candidates, key=worth)]
+    return [candidate.task_id for candidate in heapq.nsmallest(count, candidates, key=worth)]
 
 
 def _near_target(
@@ -101,11 +101,11 @@ def _near_target(
 ) -> str | None:
     explores, luck = rng.random() < rules.explore, rng.random()
     rested = [] if explores else _rested(candidates, number)
-    weights = [wanted(one.success, rules.target, rules.sharpness) for _, one in rested]
+    weights = [wanted(estimate.success, rules.target, rules.sharpness) for _, estimate in rested]
     if not weights or not sum(weights):
         return None
     (index,) = rng.choices(range(len(rested)), weights)
-    return rested[index][0] if luck < weights[index] else None
+    return rested[index][0].task_id if luck < weights[index] else None
 
 
 def _unsolved(
@@ -113,13 +113,14 @@ def _unsolved(
 ) -> str | None:
     if rng.random() >= rules.replay_share:
         return None
-    rested = [(of, one) for of, one in _rested(candidates, number) if _is_unsolved(one, rules)]
+    rested = [pair for pair in _rested(candidates, number) if _is_unsolved(pair[1], rules)]
     if not rested:
         return None
     if rules.replay_order == "weighted":
-        return rng.choices([of for of, _ in rested], [one.variance for _, one in rested])[0]
-    drawn = {one.task_id: one.drawn for one in candidates}
-    return min(rested, key=lambda pair: drawn[pair[0]])[0]
+        ((chosen, _),) = rng.choices(rested, [estimate.variance for _, estimate in rested])
+    else:
+        chosen, _ = min(rested, key=lambda pair: pair[0].drawn)
+    return chosen.task_id
 
 
 def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
@@ -128,12 +129,12 @@ def _is_unsolved(estimate: Estimate, rules: CurriculumConfig) -> bool:
     return mean is None or mean <= rules.unsolved_below
 
 
-def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[str, Estimate]]:
+def _rested(candidates: Sequence[Candidate], number: int) -> list[tuple[Candidate, Estimate]]:
     rest = min(LONGEST_REST, len(candidates) // 2)
     return [
-        (one.task_id, one.estimate)
-        for one in candidates
-        if one.estimate is not None and one.drawn + rest < number
+        (candidate, candidate.estimate)
+        for candidate in candidates
+        if candidate.estimate is not None and candidate.drawn + rest < number
     ]
 
 
@@ -217,9 +218,11 @@ class TaskStream:
         if news is None:
             return
         with self._lock:
-            one = self._remembered.get(news.task_id)
-            if one is not None:
-                one.estimate = updated(one.estimate or UNTRIED, news, self.rules.discount)
+            remembered = self._remembered.get(news.task_id)
+            if remembered is not None:
+                remembered.estimate = updated(
+                    remembered.estimate or UNTRIED, news, self.rules.discount
+                )
             self._latest.pop(news.task_id, None)
             self._latest[news.task_id] = news.rewards > news.attempts / 2
             if len(self._latest) > _LATEST:
@@ -230,8 +233,8 @@ class TaskStream:
             task_id = choose(self._candidates(), self.rules, self._rng, self._number)
             if task_id is None:
                 return None
-            one = self._remembered[task_id]
-            one.drawn = self._number
+            remembered = self._remembered[task_id]
+            remembered.drawn = self._number
         index, self._again = self._again, self._again + 1
         self.came_again += 1
         prefix = again_prefix(stream_prefix(last.env, last.split, last.seed))
@@ -239,8 +242,8 @@ class TaskStream:
             last,
             group_id=group_id(prefix, index, task_id),
             index=index,
-            task=one.task,
-            chosen=self._chosen(self.rules.sampler, one.estimate),
+            task=remembered.task,
+            chosen=self._chosen(self.rules.sampler, remembered.estimate),
         )
 
     def _unmade(self, own: Iterator[GroupRequest]) -> Iterator[GroupRequest]:
@@ -278,8 +281,8 @@ class TaskStream:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(task_id, self._now(one.estimate), one.drawn)
-            for task_id, one in self._remembered.items()
+            Candidate(task_id, self._now(remembered.estimate), remembered.drawn)
+            for task_id, remembered in self._remembered.items()
         ]
 
     def _remember(
@@ -291,15 +294,15 @@ class TaskStream:
         # What was scored before a restart has rested; it waits in the environment's order.
         new = _Remembered(task, None, request.index - _LONG_AGO)
         with self._lock:
-            one = self._remembered.setdefault(task.id, new)
-            one.task = task
-            one.estimate = estimate or one.estimate
-            one.drawn = one.drawn if drawn is None else drawn
+            remembered = self._remembered.setdefault(task.id, new)
+            remembered.task = task
+            remembered.estimate = estimate or remembered.estimate
+            remembered.drawn = remembered.drawn if drawn is None else drawn
             if len(self._remembered) > self.rules.memory:
                 self._forget(task.id)
 
     def _forget(self, keep: str) -> None:
         """Forgets several tasks at once, because choosing them looks at all."""
-        others = [one for one in self._candidates() if one.task_id != keep]
+        others = [candidate for candidate in self._candidates() if candidate.task_id != keep]
         for task_id in to_forget(others, self.rules, max(1, self.rules.memory // _FORGOTTEN)):
             del self._remembered[task_id]

@@ -193,7 +193,9 @@ class Dealer:
         if not draining:
             fair = math.ceil(len(self._open) / max(1, len(self._taking), self.runners()))
             free = max(0, min(wanted.free, fair - len(held)))
-            waiting = (one for one in self._open.values() if not one.runner and not one.made.done())
+            waiting = (
+                work for work in self._open.values() if not work.runner and not work.made.done()
+            )
             for work in itertools.islice(waiting, free):
                 work.runner, work.is_held = wanted.runner, False
                 requests.append(work.request)

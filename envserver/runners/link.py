@@ -92,21 +92,21 @@ class GroupPoster:
     async def _run(self) -> None:
         while batch := self._next():
             try:
-                outcomes = await self._outcomes([one.body for one in batch])
+                outcomes = await self._outcomes([waiting.body for waiting in batch])
             except asyncio.CancelledError:
-                for one in batch:
-                    one.done.cancel()
+                for waiting in batch:
+                    waiting.done.cancel()
                 raise
             except Exception as error:  # noqa: BLE001 (the caller of post gets it)
                 outcomes = [error] * len(batch)
-            for one, outcome in zip(batch, outcomes, strict=True):
-                _answer(one.done, outcome)
+            for waiting, outcome in zip(batch, outcomes, strict=True):
+                _answer(waiting.done, outcome)
 
     def _next(self) -> list[_Waiting]:
-        self._waiting = [one for one in self._waiting if not one.done.done()]
+        self._waiting = [waiting for waiting in self._waiting if not waiting.done.done()]
         size = count = 0
-        for one in self._waiting[:MOST_GROUPS]:
-            size += len(one.body)
+        for waiting in self._waiting[:MOST_GROUPS]:
+            size += len(waiting.body)
             if count and size > MOST_BYTES:
                 break
             count += 1
@@ -380,7 +380,7 @@ class Link(ServerSession):
 
         accepted = _read(Accepted, await self._patiently(send))
         self._set_room(accepted.room)
-        refused = {one.index: one for one in accepted.refused}
+        refused = {refusal.index: refusal for refusal in accepted.refused}
         return [_refusal(refused.get(index)) for index in range(len(bodies))]
 
     async def known(self, group_ids: list[str]) -> set[str]:
@@ -403,10 +403,10 @@ class Link(ServerSession):
         while query["after"] is not None and len(found) < most:
             ask = partial(self._request, "GET", "/v1/tasks/estimates", params=dict(query))
             page = orjson.loads((await self._patiently(ask)).content)
-            for one in page["estimates"]:
-                attempts, weight = one["attempts"], one["weight"]
-                solved = weight * (one["mean_reward"] or 0.0)
-                found[one["task_id"]] = Estimate(attempts, weight, solved, one["policy_version"])
+            for row in page["estimates"]:
+                attempts, weight = row["attempts"], row["weight"]
+                solved = weight * (row["mean_reward"] or 0.0)
+                found[row["task_id"]] = Estimate(attempts, weight, solved, row["policy_version"])
             query["after"] = page["next"]
         return found
 
@@ -570,7 +570,7 @@ def _read(kind: type[T], answer: httpx.Response) -> T:
             return kind.model_validate_json(answer.content)
         return unpack(answer.content, kind)
     except ValidationError as error:  # its text holds the answer, and so the key
-        fields = ", ".join(".".join(map(str, one["loc"])) for one in error.errors())
+        fields = ", ".join(".".join(map(str, field["loc"])) for field in error.errors())
         message = f"The server's answer is not a {kind.__name__}: {fields or 'not JSON'}."
         raise ConfigError(message, hint=_SAME_VERSION) from None
     except msgspec.DecodeError as error:
@@ -634,11 +634,11 @@ def held_identity(folder: Path, *, name: str | None, default: str) -> Iterator[I
     """Holds the identity of this process while the context is open. `name`: chosen by the user;
     None: `default`, with -2, -3, ... appended if another process has that name."""
     names = [name] if name else [default, *(f"{default}-{n}" for n in range(2, _MOST_NAMES))]
-    for one in names:
-        file = _opened(folder / f"{one}.json")
+    for candidate in names:
+        file = _opened(folder / f"{candidate}.json")
         try:
             if _locks(file):
-                yield Identity(one, _instance(file))
+                yield Identity(candidate, _instance(file))
                 return
         finally:
             os.close(file)

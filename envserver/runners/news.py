@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
 
@@ -32,7 +33,7 @@ def fair_shares(shares: Iterable[Share]) -> Shares:
     given = list(shares)
     total = sum(share.minimum for share in given)
     if total > 1:
-        given = [Share(one.name, one.weight, one.minimum / total) for one in given]
+        given = [Share(share.name, share.weight, share.minimum / total) for share in given]
     return Shares(targets(given))
 
 
@@ -90,6 +91,7 @@ class Participant(Protocol):
         """Number of groups it could have open."""
 
 
+@dataclass(eq=False, repr=False)
 class Deal:
     """How many groups each participant may have open. One deal serves all who ask, until the next.
 
@@ -101,13 +103,10 @@ class Deal:
             group open, however few places there are.
     """
 
-    def __init__(
-        self, targets: dict[str, int], places: dict[str, int], held: int, idle: set[str]
-    ) -> None:
-        self._targets = targets
-        self._places = places
-        self._held = held
-        self._idle = idle
+    _targets: dict[str, int]
+    _places: dict[str, int]
+    _held: int
+    _idle: set[str]
 
     def __contains__(self, name: str) -> bool:
         return name in self._targets
@@ -143,20 +142,33 @@ class SharedCapacity:
 
     def deal(self, everyone: Sequence[Participant]) -> Deal:
         self._count(everyone)
-        held, is_open = sum(one.held for one in everyone), sum(one.open for one in everyone)
+        held, is_open = (
+            sum(participant.held for participant in everyone),
+            sum(participant.open for participant in everyone),
+        )
         most = self._demand.max_waiting()
-        idle = {env: self._demand.capacity_if_idle(env) for env in {one.env for one in everyone}}
+        idle = {
+            env: self._demand.capacity_if_idle(env)
+            for env in {participant.env for participant in everyone}
+        }
         places = {free: free + self._extra(free, most, held) for free in set(idle.values())}
-        wants = {one.share.name: one.capacity - one.open for one in everyone}
+        wants = {
+            participant.share.name: participant.capacity - participant.open
+            for participant in everyone
+        }
         dealt = {
             free: self._shares.upcoming(total - is_open, wants) for free, total in places.items()
         }
         return Deal(
-            {one.share.name: one.open + dealt[idle[one.env]][one.share.name] for one in everyone},
+            {
+                participant.share.name: participant.open
+                + dealt[idle[participant.env]][participant.share.name]
+                for participant in everyone
+            },
             {env: places[free] for env, free in idle.items()},
             held,
             {env for env, free in idle.items() if free > 0}
-            - {one.env for one in everyone if one.held},
+            - {participant.env for participant in everyone if participant.held},
         )
 
     def count_begun(self, name: str, groups: int) -> None:
@@ -186,7 +198,9 @@ class SharedCapacity:
 
     def _count(self, everyone: Sequence[Participant]) -> None:
         """Resets the clocks when the set of participants or their shares has changed."""
-        sharing = tuple(sorted((one.share for one in everyone), key=lambda share: share.name))
+        sharing = tuple(
+            sorted((participant.share for participant in everyone), key=lambda share: share.name)
+        )
         if sharing != self._sharing:
             self._sharing, self._shares = sharing, fair_shares(sharing)
             self._names = frozenset(share.name for share in sharing)
@@ -226,7 +240,7 @@ class RunnerNews:
         self._pause = pause = Pause(id=secrets.token_hex(8), in_flight=in_flight)
         self.wake()
         end = time.monotonic() + timeout_seconds
-        while not all(one.beat.quiet == pause.id for one in self._runners.present()):
+        while not all(runner.beat.quiet == pause.id for runner in self._runners.present()):
             left = end - time.monotonic()
             if left <= 0 or self._pause is not pause:
                 return False
@@ -364,7 +378,7 @@ class RunnerNews:
             self.shared.count_begun(local.env, local.begun - local.counted)
             local.counted = local.begun
         everyone: list[Participant] = [*present, *self.local]
-        names = {one.share.name for one in everyone}
+        names = {participant.share.name for participant in everyone}
         return everyone if asking.share.name in names else [*everyone, asking]
 
     def count_begun(self, runner: Runner, begun: int) -> None:

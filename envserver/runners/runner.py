@@ -227,21 +227,22 @@ class RunnerTable:
     def _forgotten_for(self, env_id: str) -> list[Runner]:
         """Forgets who left long ago; where there is no room for `env_id`, who left first, and then
         who was lost."""
-        others = [one for one in self.known.values() if one.id != env_id]
+        others = [runner for runner in self.known.values() if runner.id != env_id]
         gone = sorted(
-            (one for one in others if one.registered.gone), key=lambda one: one.registered.left_at
+            (runner for runner in others if runner.registered.gone),
+            key=lambda runner: runner.registered.left_at,
         )
         earliest = time.time() - _REMEMBERED_SECONDS
         forgotten = []
-        for one in gone:
-            if one.registered.left_at < earliest or self._is_full_for(env_id):
-                self._forget(one)
-                forgotten.append(one)
+        for runner in gone:
+            if runner.registered.left_at < earliest or self._is_full_for(env_id):
+                self._forget(runner)
+                forgotten.append(runner)
         if self._is_full_for(env_id):
             silent = self.heartbeats.silent_seconds
-            lost = [one for one in self.known.values() if silent(one.id) > _LOST_SECONDS]
-            for one in lost:
-                self._forget(one)
+            lost = [runner for runner in self.known.values() if silent(runner.id) > _LOST_SECONDS]
+            for runner in lost:
+                self._forget(runner)
             forgotten += lost
         return forgotten
 

@@ -90,16 +90,16 @@ def _check_names(group: Group, stream: Stream, prefix: str) -> None:
         _refuse("$.created_at", "is not a time")
     if not group.trajectories:
         _refuse("$.trajectories", "is empty")
-    names = [one.rollout_id for one in group.trajectories]
+    names = [trajectory.rollout_id for trajectory in group.trajectories]
     if len(set(names)) < len(names):
         twice = next(number for number, name in enumerate(names) if name in names[:number])
         _refuse(f"$.trajectories[{twice}].rollout_id", "comes twice")
 
 
-def _check_trajectory(one: Trajectory, group: Group, place: str) -> None:
-    if one.env != group.env or one.task_id != group.task_id:
+def _check_trajectory(trajectory: Trajectory, group: Group, place: str) -> None:
+    if trajectory.env != group.env or trajectory.task_id != group.task_id:
         _refuse(f"{place}.task_id", "is of another task or environment than its group")
-    score, bounds = one.score, group.reward_range
+    score, bounds = trajectory.score, group.reward_range
     is_range = bounds.low < bounds.high and bounds.low <= bounds.solved_at <= bounds.high
     wrong = []
     if not is_range or score.reward is None or not bounds.holds(score.reward):
@@ -109,18 +109,20 @@ def _check_trajectory(one: Trajectory, group: Group, place: str) -> None:
         wrong += [f"turns[{n}]" for n, t in enumerate(score.turns) if not math.isfinite(t.value)]
     if wrong:
         _refuse(f"{place}.score.{wrong[0]}", "is not in the group's reward_range")
-    if not one.sequences:
+    if not trajectory.sequences:
         _refuse(f"{place}.sequences", "is empty: no token of it was recorded")
-    for number, row in enumerate(one.sequences):
-        _check_row(row, len(one.sequences), f"{place}.sequences[{number}]")
+    for number, row in enumerate(trajectory.sequences):
+        _check_row(row, len(trajectory.sequences), f"{place}.sequences[{number}]")
 
 
 def _check_json(group: Group) -> None:
     """Checks all values whose types do not already guarantee valid JSON."""
     values: list[list[object]] = [[group.generation_params, group.rendering, group.services]]
-    for one in group.trajectories:
-        others = msgspec.to_builtins(one.others) if one.others else None
-        values.append([one.messages, one.tools, one.output, one.actions, others])
+    for trajectory in group.trajectories:
+        others = msgspec.to_builtins(trajectory.others) if trajectory.others else None
+        values.append(
+            [trajectory.messages, trajectory.tools, trajectory.output, trajectory.actions, others]
+        )
     for number, value in enumerate(values, -1):
         try:
             orjson.dumps(value)

@@ -168,15 +168,8 @@ class ConnectedSandbox(AskedSandbox):
 
     async def set_up(self, spec: SandboxSpec) -> None:
         self._limits = spec.limits
-        request = {
-            "files": spec.files,
-            "archive": spec.archive,
-            "env": spec.env,
-            "limits": msgspec.structs.asdict(spec.limits),
-            "image": spec.image,
-            "image_hides": spec.image_hides,
-            "preload": spec.preload,
-        }
+        limits = msgspec.structs.asdict(spec.limits)
+        request = {**msgspec.structs.asdict(spec), "limits": limits}
         seconds = _CONTAINER_SECONDS if self.isolation == "docker" else _FILE_SECONDS
         await self._ask(seconds, "setup", request)
 

@@ -196,7 +196,7 @@ class Pool:
         if container.ending > 1:  # the engine did not do it
             container.process.kill()
             return
-        self._command(["kill", container.name], _END_SECONDS, lambda _: None)
+        self._command(["kill", container.name], _END_SECONDS)
 
     def seconds_left(self) -> float | None:
         """Until `tend` has something to do; None: until something happens."""
@@ -308,23 +308,21 @@ class Pool:
 
     def _look_for(self, image: str) -> None:
         if image not in self._asked:
-            then = partial(self._looked, image)
-            self._command(["image", "inspect", image], _INSPECT_SECONDS, then, image)
+            self._command(["image", "inspect", image], _INSPECT_SECONDS, image)
 
     def _looked(self, image: str, status: int) -> None:
         child = self._asked.pop(image)
         if status == 0:
             self._images.add(image)
         elif self.engine.pull == "missing" and child.argv[1] != "pull":
-            then = partial(self._looked, image)
-            self._command(["pull", "--quiet", image], PULL_SECONDS, then, image)
+            self._command(["pull", "--quiet", image], PULL_SECONDS, image)
         else:
             reason = NoImage(last_line(child.errors) or f"looking for it ended with {status}")
             self._refuse(reason, lambda wanted: wanted.key.image == image, len(self._waiting))
 
-    def _command(
-        self, words: list[str], seconds: float, then: Callable[[int], None], image: str = ""
-    ) -> None:
+    def _command(self, words: list[str], seconds: float, image: str = "") -> None:
+        """Runs a command of the engine. `image`: that it looks for or fetches."""
+        then = partial(self._looked, image) if image else lambda status: None
         try:
             child = Child(self, words, seconds, then)
         except OSError as error:

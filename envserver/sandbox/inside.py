@@ -340,27 +340,21 @@ class _Server:
         self._handing_out.append(listener.detach())
 
     def _run_program(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        program = Program(
-            argv=wanted["argv"],
-            code=wanted["code"],
-            cwd=self._place(wanted["cwd"]),
-            env={**self._env, **wanted["env"]},
-            limits=_tighter(self._limits, wanted["limits"]),
-        )
+        limits = _tighter(self._limits, wanted["limits"])
+        program = self._program(wanted, wanted["cwd"], limits)
         return self._run(Execution(self, program, wanted["stdin"]))
 
     def _start(self, wanted: dict[str, Any]) -> None:
         """The program may run for `wall_seconds`, unlike others."""
-        program = Program(
-            argv=wanted["argv"],
-            code=None,
-            cwd=self._place("/work"),
-            env={**self._env, **wanted["env"]},
-            limits={**self._limits, "wall_seconds": wanted["wall_seconds"]},
-        )
+        limits = {**self._limits, "wall_seconds": wanted["wall_seconds"]}
+        program = self._program(wanted, "/work", limits)
         ours, theirs = socket.socketpair()
         self._handing_out.append(theirs.detach())
         self._starting = Execution(self, program, ours)
+
+    def _program(self, wanted: dict[str, Any], cwd: str, limits: dict[str, Any]) -> Program:
+        env = {**self._env, **wanted["env"]}
+        return Program(wanted["argv"], wanted.get("code"), self._place(cwd), env, limits)
 
     def _run(self, execution: Execution) -> dict[str, Any]:
         try:

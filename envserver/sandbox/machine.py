@@ -117,7 +117,7 @@ class SandboxMachine:
         async with contextlib.AsyncExitStack() as stack:
             self._waiting_bytes += size
             try:
-                await stack.enter_async_context(self._places.one())
+                await stack.enter_async_context(self._places.hold())
             finally:
                 self._waiting_bytes -= size
             self._empty.clear()
@@ -128,7 +128,7 @@ class SandboxMachine:
                     self._empty.set()
 
     async def run(self, execution: Callable[[], Awaitable[ExecResult]]) -> ExecResult:
-        async with self._room.one():
+        async with self._room.hold():
             result = await execution()
         self.ended[result.killed_by or "ok"] += 1
         self.cpu_seconds += result.usage.cpu_seconds
@@ -143,7 +143,7 @@ class _Places:
         self._free = asyncio.Semaphore(most)
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    async def hold(self) -> AsyncIterator[None]:
         self.waiting += 1
         try:
             await self._free.acquire()

@@ -113,9 +113,9 @@ def own_users() -> None:
     """
     if os.geteuid() == 0:
         return
-    user, group = os.geteuid(), os.getegid()
+    ids = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWUSER)
-    _map_ids({user: user}, {group: group})
+    _map_ids(ids, ids)
 
 
 def enter_outer(
@@ -174,7 +174,7 @@ def owner(uid: int | None) -> tuple[int, int]:
 def settle_inner(user: int, group: int) -> None:
     """Makes the child of `fork_inner` the only user of its namespace, for good."""
     linux.prctl(linux.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
-    _map_ids({INNER_ID: user}, {INNER_ID: group})
+    _map_ids((INNER_ID, INNER_ID), (user, group))
     become_inner()
 
 
@@ -237,11 +237,11 @@ def _replace_zero() -> None:
     linux.mount("", "/dev/zero", flags=read_only)
 
 
-def _map_ids(users: Mapping[int, int], groups: Mapping[int, int]) -> None:
-    """Maps inner to outer ids of a fresh user namespace, one each: more needs privileges."""
+def _map_ids(inner: tuple[int, int], outer: tuple[int, int]) -> None:
+    """Maps a user and a group of a fresh user namespace: more needs privileges."""
     _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in users.items()))
-    _write("/proc/self/gid_map", "".join(f"{ours} {theirs} 1\n" for ours, theirs in groups.items()))
+    _write("/proc/self/uid_map", f"{inner[0]} {outer[0]} 1\n")
+    _write("/proc/self/gid_map", f"{inner[1]} {outer[1]} 1\n")
 
 
 def _build_root(root: str, seen: Mapping[str, Any], shown: str) -> None:

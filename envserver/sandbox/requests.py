@@ -160,14 +160,18 @@ class AskedProgramSandbox(AskedSandbox):
 async def perform(sandbox: Sandbox, action: str, body: Any) -> Any:
     """Calls the method of `sandbox` that a request of `AskedSandbox` stands for."""
     match body:
-        case Exec(argv=argv, stdin=stdin, cwd=cwd, env=env, limits=limits):
-            return await sandbox.exec(argv, stdin=stdin, cwd=cwd, env=env, limits=limits)
-        case RunPython(code=code, argv=argv, stdin=stdin, cwd=cwd, limits=limits):
-            return await sandbox.run_python(code, argv=argv, stdin=stdin, cwd=cwd, limits=limits)
-        case Read(path=path, max_bytes=max_bytes):
-            return await sandbox.read(path, max_bytes)
-        case Write(path=path, data=data):
-            return await sandbox.write(path, data)
+        case Exec():
+            return await sandbox.exec(
+                body.argv, stdin=body.stdin, cwd=body.cwd, env=body.env, limits=body.limits
+            )
+        case RunPython():
+            return await sandbox.run_python(
+                body.code, argv=body.argv, stdin=body.stdin, cwd=body.cwd, limits=body.limits
+            )
+        case Read():
+            return await sandbox.read(body.path, body.max_bytes)
+        case Write():
+            return await sandbox.write(body.path, body.data)
     if action == "total":
         return await sandbox.total()
     raise InputError(f"A sandbox cannot {action[:40]!r}.")

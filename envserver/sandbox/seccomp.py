@@ -16,7 +16,7 @@ import functools
 import platform
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from envserver_records.errors import ConfigError
@@ -46,6 +46,7 @@ _FILE_TYPE, _CHARACTER_DEVICE, _BLOCK_DEVICE = 0xF000, 0x2000, 0x6000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _SOCK_STREAM, _SOCK_DGRAM, _SOCK_SEQPACKET, _SOCK_TYPE = 1, 2, 5, 0xF
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and by force
+_IP_TYPES = (_SOCK_STREAM, _SOCK_DGRAM)
 _IP_PROTOCOLS = (0, 6, 17)  # the type's own, TCP, UDP
 
 
@@ -196,7 +197,7 @@ def _assemble(machine: _Machine, *, inet: bool, host: bool) -> _Code:
 def _search(ordered: list[tuple[int, _Code]]) -> _Code:
     """Builds a binary search: the kernel runs the filter at every call."""
     if len(ordered) <= _FEW:
-        return [*(step for one in ordered for step in _when(*one)), _return(_ALLOW)]
+        return [*(step for rule in ordered for step in _when(*rule)), _return(_ALLOW)]
     middle = len(ordered) // 2
     low, high = _search(ordered[:middle]), _search(ordered[middle:])
     return [(_IF_AT_LEAST, 0, 1, ordered[middle][0]), (_JUMP, 0, 0, len(low)), *low, *high]
@@ -234,12 +235,13 @@ def _judged(*, inet: bool, host: bool) -> Iterable[tuple[_Numbers, _Code]]:
     unix_only = [_load(0), (_IF_EQUAL, 1, 0, _AF_UNIX), no_family]
     if inet and not host:
         yield _SOCKETPAIR, [*unix_only, allow]
-        yield _SOCKET, _sockets(no_family, allow)
+        yield _SOCKET, _sockets(no_family, allow, _IP_TYPES, _IP_PROTOCOLS, _AF_UNIX)
     else:
         # One socket of a datagram pair could still send anywhere.
         connected = _one_of((_SOCK_STREAM, _SOCK_SEQPACKET), allow)
         yield _SOCKETPAIR, [*unix_only, _load(1), (_AND, 0, 0, _SOCK_TYPE), *connected, refuse]
-        yield _SOCKET, _tcp_sockets(no_family, allow) if inet else [no_family]
+        tcp = _sockets(no_family, allow, _IP_TYPES[:1], _IP_PROTOCOLS[:2])
+        yield _SOCKET, tcp if inet else [no_family]
         yield _CONNECT, [allow if inet else refuse]
         yield _BIND, [refuse]
         for sending, argument in _SEND:
@@ -253,19 +255,17 @@ _REQUESTS = (
 )
 
 
-def _tcp_sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
-    code = [_load(0), (_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
-    code += [_load(1), (_AND, 0, 0, _SOCK_TYPE), (_IF_EQUAL, 1, 0, _SOCK_STREAM), refuse]
-    return [*code, _load(2), *_one_of(_IP_PROTOCOLS[:2], allow), refuse]
-
-
-def _sockets(refuse: _Instruction, allow: _Instruction) -> _Code:
-    """Allows Unix sockets of any kind, TCP and UDP."""
-    code = [_load(0), *_one_of((_AF_UNIX,), allow)]
-    code += [(_IF_EQUAL, 2, 0, _AF_INET), (_IF_EQUAL, 1, 0, _AF_INET6), refuse]
-    code += [_load(1), (_AND, 0, 0, _SOCK_TYPE)]
-    code += [(_IF_EQUAL, 2, 0, _SOCK_STREAM), (_IF_EQUAL, 1, 0, _SOCK_DGRAM), refuse]
-    return [*code, _load(2), *_one_of(_IP_PROTOCOLS, allow), refuse]
+def _sockets(
+    refuse: _Instruction,
+    allow: _Instruction,
+    types: Sequence[int],
+    protocols: Sequence[int],
+    *families: int,
+) -> _Code:
+    """Allows IP sockets of these types and protocols, and any sockets of the other `families`."""
+    code = [_load(0), *_one_of(families, allow), *_none_of((_AF_INET, _AF_INET6), refuse)]
+    code += [_load(1), (_AND, 0, 0, _SOCK_TYPE), *_none_of(types, refuse)]
+    return [*code, _load(2), *_one_of(protocols, allow), refuse]
 
 
 def _when(number: int, body: _Code) -> _Code:
@@ -279,6 +279,11 @@ def _one_of(values: Iterable[int], then: _Instruction) -> _Code:
     for value in values:
         code += [(_IF_EQUAL, 0, 1, value), then]
     return code
+
+
+def _none_of(values: Sequence[int], then: _Instruction) -> _Code:
+    """Runs `then` if the loaded value is none of `values`; otherwise continues."""
+    return [*((_IF_EQUAL, len(values) - at, 0, value) for at, value in enumerate(values)), then]
 
 
 def _load(argument: int) -> _Instruction:

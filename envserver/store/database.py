@@ -76,7 +76,7 @@ _SQLITE_PRIMARY: Final = 0xFF
 def typed(error: Exception) -> Exception:
     """Returns `error` as StoreFull, InputError, ConfigError or StoreError; unchanged if none fits.
     The text contains no SQL and no values, because they may contain a body."""
-    cause = (error.orig or error) if isinstance(error, StatementError) else error
+    cause = _cause_of(error)
     if isinstance(cause, EnvserverError):
         return cause
     if _is_full(cause):
@@ -100,8 +100,8 @@ def typed(error: Exception) -> Exception:
 
 def is_unreachable(error: Exception) -> bool:
     """Returns whether the database does not answer, as opposed to reporting an error."""
-    cause = (error.orig or error) if isinstance(error, StatementError) else error
-    sqlstate = getattr(cause, "sqlstate", None) or ""
+    cause = _cause_of(error)
+    sqlstate = _sqlstate(cause)
     return (
         (isinstance(error, DBAPIError) and error.connection_invalidated)
         or isinstance(cause, ConnectionError | TimeoutError | socket.gaierror)
@@ -121,6 +121,14 @@ def typed_failures() -> Iterator[None]:
         raise better from error
 
 
+def _cause_of(error: Exception) -> BaseException:
+    return (error.orig or error) if isinstance(error, StatementError) else error
+
+
+def _sqlstate(cause: object) -> str:
+    return getattr(cause, "sqlstate", None) or ""
+
+
 def _sqlite_code(cause: object) -> int:
     return getattr(cause, "sqlite_errorcode", 0)
 
@@ -132,16 +140,14 @@ def _is_full(cause: object) -> bool:
     return (
         code in _FULL_SQLITE
         or code & _SQLITE_PRIMARY == sqlite3.SQLITE_FULL
-        or getattr(cause, "sqlstate", None) in _FULL_SQLSTATES
+        or _sqlstate(cause) in _FULL_SQLSTATES
     )
 
 
 def _is_bad_value(cause: object) -> bool:
     """Returns whether a value cannot be stored: not UTF-8, beyond 64 bits, or too large."""
-    sqlstate = getattr(cause, "sqlstate", None) or ""
-    return (
-        isinstance(cause, UnicodeError | OverflowError | sqlite3.DataError) or sqlstate[:2] == "22"
-    )
+    is_bad = isinstance(cause, UnicodeError | OverflowError | sqlite3.DataError)
+    return is_bad or _sqlstate(cause)[:2] == "22"
 
 
 def already_open(name: str, holder: str) -> ConflictError:

@@ -4,7 +4,7 @@ Every change of a delivery goes through `advance`, which checks the table of tra
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import methodcaller
@@ -308,7 +308,7 @@ async def backlogs(connection: AsyncConnection, memory: Memory, now: float) -> d
     held, open_leases = Counter[str](), Counter[str]()
     for row in await connection.execute(select(leases.c.run, leases.c.group_ids).where(is_open)):
         open_leases[row.run] += 1
-        held[row.run] += len(msgspec.json.decode(row.group_ids, type=list[str]))
+        held[row.run] += len(listed_ids(row.group_ids))
     lags: dict[tuple[str, frozenset[str]], float] = {}
     found = {}
     for name, run in memory.runs.items():
@@ -383,24 +383,30 @@ async def drop_damaged(
         await advance(tx, queue, rows, "dropped", "drop_damaged", lease_id=None)
     if undo is not None:
         await _undo(tx, undo)
-    known = {
-        numbers[group_id]: (group_id, reasons[group_id]) for group_id in ids if group_id in numbers
-    }
-    return await _keep_reasons(tx, known)
+    return await _keep_reasons(tx, numbers, reasons)
+
+
+def listed_ids(text: str) -> list[str]:
+    """Returns the ids in a lease's column `group_ids`."""
+    return msgspec.json.decode(text, type=list[str])
+
+
+async def keep_only(tx: Transaction, lease_id: str, group_ids: Sequence[str]) -> None:
+    change = update(leases).where(leases.c.lease_id == lease_id)
+    text = msgspec.json.encode(group_ids).decode()
+    await tx.connection.execute(change.values(group_ids=text))
 
 
 async def _leave_leases(tx: Transaction, rows: Sequence[GroupRow]) -> None:
-    lost: dict[str, set[str]] = {}
+    lost = defaultdict[str, set[str]](set)
     for row in rows:
         if row.lease_id is not None:
-            lost.setdefault(row.lease_id, set()).add(row.group_id)
+            lost[row.lease_id].add(row.group_id)
     for part in chunks(list(lost)):
         query = select(leases.c.lease_id, leases.c.group_ids).where(leases.c.lease_id.in_(part))
         for lease_id, text in (await tx.connection.execute(query)).all():
-            held = msgspec.json.decode(text, type=list[str])
-            left = [group_id for group_id in held if group_id not in lost[lease_id]]
-            change = update(leases).where(leases.c.lease_id == lease_id)
-            await tx.connection.execute(change.values(group_ids=msgspec.json.encode(left).decode()))
+            left = [group_id for group_id in listed_ids(text) if group_id not in lost[lease_id]]
+            await keep_only(tx, lease_id, left)
 
 
 async def _undo(tx: Transaction, lease_id: str) -> None:
@@ -409,26 +415,35 @@ async def _undo(tx: Transaction, lease_id: str) -> None:
     if row is None:  # it expired meanwhile
         return
     queue = tx.memory.runs[row.run].queue
-    held = await kept_rows(tx.connection, msgspec.json.decode(row.group_ids), queue)
+    held = await kept_rows(tx.connection, listed_ids(row.group_ids), queue)
     await advance(tx, queue, list(held.values()), "queued", "give_back", lease_id=None)
     await tx.connection.execute(delete(leases).where(leases.c.lease_id == lease_id))
 
 
-async def _keep_reasons(tx: Transaction, found: Mapping[int, tuple[str, str]]) -> list[str]:
+async def _keep_reasons(
+    tx: Transaction, numbers: Mapping[str, int], reasons: Mapping[str, str]
+) -> list[str]:
     known: set[int] = set()
-    for part in chunks(list(found)):
-        query = select(damaged.c.seq).where(damaged.c.seq.in_(part))
-        known |= set((await tx.connection.execute(query)).scalars())
-    new = {seq: (group_id, why[:_REASON_CHARACTERS]) for seq, (group_id, why) in found.items()}
-    new = {seq: facts for seq, facts in new.items() if seq not in known}
+    for part in chunks(list(numbers.values())):
+        known.update(
+            await tx.connection.scalars(select(damaged.c.seq).where(damaged.c.seq.in_(part)))
+        )
+    new = {
+        group_id: why[:_REASON_CHARACTERS]
+        for group_id, why in reasons.items()
+        if group_id in numbers and numbers[group_id] not in known
+    }
     if not new:
         return []
-    rows = [{"seq": seq, "reason": why, "found_at": tx.now} for seq, (_, why) in new.items()]
+    rows = [
+        {"seq": numbers[group_id], "reason": why, "found_at": tx.now}
+        for group_id, why in new.items()
+    ]
     await tx.connection.execute(insert(damaged), rows)
     await tx.count("damaged", len(new))
-    for group_id, why in new.values():
+    for group_id, why in new.items():
         log.error("stored_body_is_damaged", group_id=group_id, reason=why)
-    return [group_id for group_id, _ in new.values()]
+    return list(new)
 
 
 async def list_damaged(connection: AsyncConnection, limit: int) -> list[DamagedGroup]:

@@ -228,14 +228,14 @@ async def estimates_after(
     query = query.order_by(estimates.c.number).limit(limit)
     return [
         EstimateRow(
-            number=row.number,
-            env=row.env,
-            split=row.split,
-            task_id=row.task_id,
-            estimate=Estimate(*(row._mapping[name] for name in _COLUMNS)),
-            scored_at=row.scored_at,
+            number=number,
+            env=env,
+            split=split,
+            task_id=task_id,
+            estimate=Estimate(*known),
+            scored_at=scored_at,
         )
-        for row in await connection.execute(query)
+        for number, env, split, task_id, *known, scored_at in await connection.execute(query)
     ]
 
 

@@ -13,7 +13,7 @@ from envserver_records.errors import ConflictError, InputError, NotFoundError
 from sqlalchemy import ColumnElement, delete, func, insert, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from .deliveries import GroupSelection, advance, choose, fill
+from .deliveries import GroupSelection, advance, choose, fill, keep_only, listed_ids
 from .groups import kept_rows, rows_of
 from .rows import (
     Checkpoint,
@@ -50,7 +50,7 @@ async def _found(connection: AsyncConnection, *conditions: ColumnElement[bool]) 
     columns = (of.lease_id, of.run, of.state, of.expires_at, of.ack_number, of.group_ids)
     query = select(*columns).where(*conditions).order_by(of.expires_at)
     return [
-        LeaseFacts(*row[:-1], msgspec.json.decode(row.group_ids, type=list[str]))
+        LeaseFacts(*row[:-1], listed_ids(row.group_ids))
         for row in (await connection.execute(query)).all()
     ]
 
@@ -197,8 +197,7 @@ async def set_aside(
     chosen = [row for row in held if row.group_id in wanted]
     await advance(tx, _queue(tx, known), chosen, "dropped", "set_aside", lease_id=lease_id)
     left = [group_id for group_id in known.group_ids if group_id not in wanted]
-    change = update(leases).where(leases.c.lease_id == lease_id)
-    await tx.connection.execute(change.values(group_ids=msgspec.json.encode(left).decode()))
+    await keep_only(tx, lease_id, left)
     await _count(tx, "set_aside", reason, len(chosen))
 
 
@@ -248,7 +247,7 @@ async def revoke_held(tx: Transaction, run: str, event: LeaseEvent) -> None:
             await _set_state(tx, known.lease_id, known.state, "revoked", event)
 
 
-async def take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str]:
+async def _take_back_acked(tx: Transaction, run: str, after_ack: int) -> list[str]:
     """Queues the groups again, in their old order, that the run acked after this ack and that are
     still kept; returns their ids. The leases are revoked."""
     rows: list[GroupRow] = []
@@ -325,8 +324,9 @@ async def rewind(tx: Transaction, run: str, checkpoint: str | None) -> list[str]
     require_known(tx, run)
     after = 0 if checkpoint is None else await require_whole(tx, run, checkpoint)
     await revoke_held(tx, run, "rewind")
-    taken_back = await take_back_acked(tx, run, after)
-    await forget_after(tx, run, after)
+    taken_back = await _take_back_acked(tx, run, after)
+    of = checkpoints.c
+    await tx.connection.execute(delete(checkpoints).where(of.run == run, of.ack_number > after))
     if taken_back:
         await tx.count("rewound", len(taken_back))
     return taken_back
@@ -347,15 +347,14 @@ async def leased_rows(
 ) -> tuple[Sequence[Any], int]:
     """Returns (group id, environment, leased at, expires at) of `limit` leased groups of a run,
     oldest lease first, and the number of all."""
-    columns = (leases.c.lease_id, leases.c.group_ids, leases.c.created_at, leases.c.expires_at)
-    query = select(*columns).where(_IS_OPEN, leases.c.run == run).order_by(leases.c.created_at)
+    query = select(leases).where(_IS_OPEN, leases.c.run == run).order_by(leases.c.created_at)
     named = [
         (group_id, row.created_at, row.expires_at)
         for row in await connection.execute(query)
-        for group_id in msgspec.json.decode(row.group_ids, type=list[str])
+        for group_id in listed_ids(row.group_ids)
     ]
     shown = named[:limit]
-    rows = await kept_rows(connection, [one[0] for one in shown], queue)
+    rows = await kept_rows(connection, [row[0] for row in shown], queue)
     return [(name, rows[name].env, *times) for name, *times in shown if name in rows], len(named)
 
 
@@ -552,22 +551,14 @@ async def require_whole(tx: Transaction, run: str, name: str) -> int:
     return int(number)
 
 
-async def forget_after(tx: Transaction, run: str, ack_number: int) -> None:
-    of = checkpoints.c
-    await tx.connection.execute(
-        delete(checkpoints).where(of.run == run, of.ack_number > ack_number)
-    )
-
-
 async def last_but_one(connection: AsyncConnection) -> dict[str, int]:
     """Returns the ack number of each run's second newest checkpoint; 0 if it has only one."""
     of = checkpoints.c
     found: dict[str, int] = {}
-    numbers: dict[str, list[int]] = {}
+    newest: dict[str, int] = {}
     for row in await connection.execute(select(of.run, of.ack_number).order_by(of.ack_number)):
-        numbers.setdefault(row.run, []).append(row.ack_number)
-    for run, all_of_run in numbers.items():
-        found[run] = all_of_run[-2] if len(all_of_run) > 1 else 0
+        found[row.run] = newest.get(row.run, 0)
+        newest[row.run] = row.ack_number
     return found
 
 

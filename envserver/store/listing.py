@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Callable
 from itertools import pairwise
+from operator import eq, ge, gt, le
 from typing import Any, Final, Literal
 
 import msgspec
@@ -140,15 +142,22 @@ async def page_of(connection: AsyncConnection, query: GroupQuery, cursor: str, l
     key, descends = _KEYS[query.order]
     number: ColumnElement[Any] = deliveries.c.seq
     by = [column for column in (key, number) if column is not None]
-    statement = _selected(*by).where(*_filters_of(query))
+    selected = _selected(*by).where(*_filters_of(query))
     if key is not None:
-        statement = statement.where(key.is_not(None))
-    if cursor:
-        statement = statement.where(after(by, read_cursor(cursor, query.order, len(by)), descends))
-    statement = statement.order_by(*(column.desc() if descends else column.asc() for column in by))
+        selected = selected.where(key.is_not(None))
+    statement = _page(selected, by, descends, query.order, cursor)
     found = (await connection.execute(statement.limit(limit))).all()
     following = cursor_of(query.order, found[-1][-len(by) :]) if len(found) == limit else ""
     return Page([_listed(row) for row in found], following)
+
+
+def _page(
+    query: Select[Any], by: list[ColumnElement[Any]], descends: bool, order: str, cursor: str
+) -> Select[Any]:
+    """Returns `query` in the order of the columns `by`, after `cursor` ("": from the beginning)."""
+    if cursor:
+        query = query.where(after(by, read_cursor(cursor, order, len(by)), descends))
+    return query.order_by(*(column.desc() if descends else column.asc() for column in by))
 
 
 def _selected(*by: ColumnElement[Any]) -> Select[Any]:
@@ -164,32 +173,25 @@ def _joined_tables() -> FromClause:
 def _filters_of(query: GroupQuery) -> list[ColumnElement[bool]]:
     """Returns the conditions of `query` on the rows of `_joined_tables`."""
     of = groups.c
-    equal = [
-        (of.env, query.environment),
-        (_facts.task_id, query.task),
-        (_facts.split, query.split),
-        (_facts.model, query.model),
-        (deliveries.c.state, query.state),
-    ]
-    at_least = [
-        (_facts.reward_mean, query.min_reward),
-        (of.policy_version, query.version_from),
-        (of.max_length, query.min_length),
-    ]
-    at_most = [
-        (_facts.reward_mean, query.max_reward),
-        (of.policy_version, query.version_to),
-        (of.max_length, query.max_length),
+    conditions: list[tuple[Callable[[Any, Any], Any], ColumnElement[Any], Any]] = [
+        (eq, deliveries.c.queue, SHARED),
+        (gt, deliveries.c.seq, query.after),
+        (eq, of.env, query.environment),
+        (eq, _facts.task_id, query.task),
+        (eq, _facts.split, query.split),
+        (eq, _facts.model, query.model),
+        (eq, deliveries.c.state, query.state),
+        (ge, _facts.reward_mean, query.min_reward),
+        (ge, of.policy_version, query.version_from),
+        (ge, of.max_length, query.min_length),
+        (le, _facts.reward_mean, query.max_reward),
+        (le, of.policy_version, query.version_to),
+        (le, of.max_length, query.max_length),
+        (gt, _SPREAD, query.spread_above),
     ]
     wanted: list[ColumnElement[bool]] = [
-        deliveries.c.queue == SHARED,
-        deliveries.c.seq > query.after,
+        compare(column, value) for compare, column, value in conditions if value not in (None, "")
     ]
-    wanted += [column == value for column, value in equal if value]
-    wanted += [column >= value for column, value in at_least if value is not None]
-    wanted += [column <= value for column, value in at_most if value is not None]
-    if query.spread_above is not None:
-        wanted.append(query.spread_above < _SPREAD)
     # In JSON a name is between quotation marks.
     if query.flag:
         wanted.append(_facts.flags.contains(_json(query.flag), autoescape=True))
@@ -322,13 +324,9 @@ async def seen_tasks(
     name, descends = _TASK_KEYS[order]
     names = [name, "last"] if name != "last" else ["last"]
     by: list[ColumnElement[Any]] = [found.c[name] for name in names]
-    wanted = select(found).where(by[0].is_not(None))
-    if cursor:
-        wanted = wanted.where(after(by, read_cursor(cursor, order, len(by)), descends))
-    wanted = wanted.order_by(*(column.desc() if descends else column.asc() for column in by)).limit(
-        limit
-    )
-    rows = (await connection.execute(wanted)).all()
+    some = select(found).where(by[0].is_not(None))
+    wanted = _page(some, by, descends, order, cursor)
+    rows = (await connection.execute(wanted.limit(limit))).all()
     of = groups.c
     last = select(
         of.seq,

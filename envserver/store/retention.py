@@ -14,6 +14,7 @@ broadcast runs: groups that wait there may be removed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -137,7 +138,7 @@ async def _remove(tx: Transaction, chosen: dict[int, Sequence[Row[Any]]]) -> Non
     await tx.connection.execute(
         delete(deliveries).where(of.queue.in_({row.queue for row in rows}), of.seq.in_(chosen))
     )
-    counted: dict[tuple[str, str, GroupState], int] = {}
+    counted = Counter[tuple[str, str, GroupState]]()
     last_acks: dict[str, int] = {}
     for row in rows:
         state: GroupState = row.state
@@ -146,26 +147,20 @@ async def _remove(tx: Transaction, chosen: dict[int, Sequence[Row[Any]]]) -> Non
             tx.memory.tally(row.queue, row.env, state, -1)
             tx.memory.tally(row.queue, row.env, "dropped", 1)
             state = "dropped"
-        key = (row.queue, row.env, state)
-        counted[key] = counted.get(key, 0) + 1
+        counted[row.queue, row.env, state] += 1
         if row.ack_number is not None:
             last_acks[row.run] = max(last_acks.get(row.run, 0), row.ack_number)
     for (queue, env, state), count in counted.items():
-        await _count_gone(tx, queue, env, state, count)
+        where = (gone.c.queue == queue, gone.c.env == env, gone.c.state == state)
+        change = update(gone).where(*where).values(removed=gone.c.removed + count)
+        if (await tx.connection.execute(change)).rowcount == 0:
+            kind = {"queue": queue, "env": env, "state": state, "removed": count}
+            await tx.connection.execute(insert(gone).values(kind))
     for run, number in last_acks.items():
-        change = update(runs).where(runs.c.name == run, runs.c.gone_ack_number < number)
-        await tx.connection.execute(change.values(gone_ack_number=number))
+        later = update(runs).where(runs.c.name == run, runs.c.gone_ack_number < number)
+        await tx.connection.execute(later.values(gone_ack_number=number))
     tx.memory.stored_bytes -= sum(rows[0].stored_bytes for rows in chosen.values())
     await tx.count("removed", len(chosen))
-
-
-async def _count_gone(tx: Transaction, queue: str, env: str, state: GroupState, count: int) -> None:
-    of = gone.c
-    where = (of.queue == queue, of.env == env, of.state == state)
-    change = update(gone).where(*where).values(removed=of.removed + count)
-    if (await tx.connection.execute(change)).rowcount == 0:
-        row = {"queue": queue, "env": env, "state": state, "removed": count}
-        await tx.connection.execute(insert(gone).values(row))
 
 
 async def _remove_leases(writer: Writer, reading: Reading, before: float) -> Compacted:

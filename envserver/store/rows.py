@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from typing import Any, Final, Literal, get_args
 
@@ -57,27 +57,25 @@ FIRST_STATES: Final[frozenset[GroupState]] = frozenset({"queued", "buffered", "d
 SETTLED: Final[frozenset[GroupState]] = frozenset({"acked", "dropped"})
 """Final states: the delivery waits for nothing any more."""
 
-GROUP_TRANSITIONS: Final[Mapping[GroupEvent, frozenset[tuple[GroupState, GroupState]]]] = {
-    "move": frozenset({("buffered", "queued"), ("buffered", "dropped"), ("queued", "dropped")}),
-    "lease": frozenset({("queued", "leased")}),
-    "ack": frozenset({("leased", "acked")}),
-    "give_back": frozenset({("leased", "queued")}),
-    "set_aside": frozenset({("leased", "dropped")}),
-    "rewind": frozenset({("acked", "queued")}),
-    "drop_stale": frozenset({("queued", "dropped")}),
-    "drop_damaged": frozenset(
-        {("buffered", "dropped"), ("queued", "dropped"), ("leased", "dropped")}
-    ),
-    "compact": frozenset({("queued", "dropped")}),
+GROUP_TRANSITIONS: Final[Mapping[GroupEvent, Set[tuple[GroupState, GroupState]]]] = {
+    "move": {("buffered", "queued"), ("buffered", "dropped"), ("queued", "dropped")},
+    "lease": {("queued", "leased")},
+    "ack": {("leased", "acked")},
+    "give_back": {("leased", "queued")},
+    "set_aside": {("leased", "dropped")},
+    "rewind": {("acked", "queued")},
+    "drop_stale": {("queued", "dropped")},
+    "drop_damaged": {("buffered", "dropped"), ("queued", "dropped"), ("leased", "dropped")},
+    "compact": {("queued", "dropped")},
 }
 
-LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, frozenset[tuple[LeaseState, LeaseState]]]] = {
-    "ack": frozenset({("open", "acked")}),
-    "nack": frozenset({("open", "nacked")}),
-    "expire": frozenset({("open", "expired")}),
-    "resume": frozenset({("expired", "open")}),
-    "close": frozenset({("open", "revoked"), ("expired", "revoked")}),
-    "rewind": frozenset({("open", "revoked"), ("expired", "revoked"), ("acked", "revoked")}),
+LEASE_TRANSITIONS: Final[Mapping[LeaseEvent, Set[tuple[LeaseState, LeaseState]]]] = {
+    "ack": {("open", "acked")},
+    "nack": {("open", "nacked")},
+    "expire": {("open", "expired")},
+    "resume": {("expired", "open")},
+    "close": {("open", "revoked"), ("expired", "revoked")},
+    "rewind": {("open", "revoked"), ("expired", "revoked"), ("acked", "revoked")},
 }
 
 

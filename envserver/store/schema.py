@@ -9,8 +9,10 @@ known. A change of a table needs a step for older databases and a higher SCHEMA_
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import msgspec
 from sqlalchemy import (
@@ -42,6 +44,9 @@ SHARED: Final = "shared"
 """The queue of all shared runs."""
 
 metadata = MetaData()
+_text = partial(Column, type_=Text, nullable=False)
+_whole = partial(Column, type_=BigInteger, nullable=False)
+_real = partial(Column, type_=Double, nullable=False)
 _partial: dict[Index, str] = {}
 
 # A 64-bit key that SQLite uses as its row id.
@@ -53,8 +58,10 @@ def _one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
     return CheckConstraint(f"{column} IN ({listed})", name=f"known_{column}")
 
 
-def _partial_index(name: str, *columns: Column[Any], where: str) -> None:
-    _partial[Index(name, *columns)] = where
+def _partial_index(name: str, *columns: str, where: str) -> Index:
+    index = Index(name, *columns)
+    _partial[index] = where
+    return index
 
 
 def create_tables(connection: Connection) -> None:
@@ -70,15 +77,15 @@ groups = Table(
     "groups",
     metadata,
     Column("seq", _Seq, primary_key=True, autoincrement=False),
-    Column("group_id", Text, nullable=False, unique=True),
-    Column("env", Text, nullable=False),
-    Column("format", Text, nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("tokens", BigInteger, nullable=False),
-    Column("max_length", BigInteger, nullable=False),
-    Column("policy_version", BigInteger, nullable=False),
+    _text("group_id", unique=True),
+    _text("env"),
+    _text("format"),
+    _whole("size"),
+    _whole("tokens"),
+    _whole("max_length"),
+    _whole("policy_version"),
     Column("env_id", BigInteger),
-    Column("created_at", Double, nullable=False),
+    _real("created_at"),
 )
 
 bodies = Table(
@@ -94,29 +101,28 @@ group_facts = Table(
     metadata,
     # What lists of groups show, see `facts`; removed with the body.
     Column("seq", _Seq, ForeignKey(groups.c.seq), primary_key=True, autoincrement=False),
-    Column("task_id", Text, nullable=False),
-    Column("split", Text, nullable=False),
-    Column("model", Text, nullable=False),
-    Column("rewards", Text, nullable=False),  # A JSON list.
+    _text("task_id"),
+    _text("split"),
+    _text("model"),
+    _text("rewards"),  # A JSON list.
     Column("reward_mean", Double),
     Column("reward_min", Double),
     Column("reward_max", Double),
     Column("turns", BigInteger),
     Column("completion_tokens", BigInteger),
-    Column("truncated", BigInteger, nullable=False),
+    _whole("truncated"),
     Column("seconds", Double),
-    Column("flags", Text, nullable=False),  # A JSON list.
-    Column("ends", Text, nullable=False),  # A JSON object.
-    Column("rated", BigInteger, nullable=False),
+    _text("flags"),  # A JSON list.
+    _text("ends"),  # A JSON object.
+    _whole("rated"),
     Column("solved", BigInteger),
     # Copied from the group, so that one index has all that is summed up by task.
-    Column("env", Text, nullable=False),
-)
-_facts: Final = group_facts.c
-Index(
-    "group_facts_tasks",
-    *(_facts.env, _facts.task_id, _facts.seq, _facts.rated, _facts.solved),
-    *(_facts.reward_mean, _facts.reward_min, _facts.reward_max),
+    _text("env"),
+    Index(
+        "group_facts_tasks",
+        *("env", "task_id", "seq", "rated", "solved"),
+        *("reward_mean", "reward_min", "reward_max"),
+    ),
 )
 
 deliveries = Table(
@@ -125,71 +131,57 @@ deliveries = Table(
     Column("queue", Text, primary_key=True),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     # Copied from the group, so that one index finds what a run wants.
-    Column("env", Text, nullable=False),
-    Column("policy_version", BigInteger, nullable=False),
-    Column("stored_bytes", BigInteger, nullable=False),
-    Column("state", Text, nullable=False),
+    _text("env"),
+    _whole("policy_version"),
+    _whole("stored_bytes"),
+    _text("state"),
     # Its current or last lease; NULL after a nack.
     Column("lease_id", Text),
     # When it was acked or dropped.
     Column("settled_at", Double),
     _one_of("state", GROUP_STATES),
+    _partial_index("deliveries_queued", "queue", "seq", where="state = 'queued'"),
+    _partial_index("deliveries_queued_env", "queue", "env", "seq", where="state = 'queued'"),
+    _partial_index("deliveries_buffered", "queue", "seq", where="state = 'buffered'"),
+    _partial_index("deliveries_settled", "settled_at", "seq", where="settled_at IS NOT NULL"),
     sqlite_with_rowid=False,
-)
-_QUEUED_ONLY: Final = "state = 'queued'"
-_partial_index("deliveries_queued", deliveries.c.queue, deliveries.c.seq, where=_QUEUED_ONLY)
-_partial_index(
-    "deliveries_queued_env",
-    deliveries.c.queue,
-    deliveries.c.env,
-    deliveries.c.seq,
-    where=_QUEUED_ONLY,
-)
-_partial_index(
-    "deliveries_buffered", deliveries.c.queue, deliveries.c.seq, where="state = 'buffered'"
-)
-_partial_index(
-    "deliveries_settled",
-    deliveries.c.settled_at,
-    deliveries.c.seq,
-    where="settled_at IS NOT NULL",
 )
 
 leases = Table(
     "leases",
     metadata,
     Column("lease_id", Text, primary_key=True),
-    Column("run", Text, nullable=False),
-    Column("group_ids", Text, nullable=False),  # A JSON list.
-    Column("created_at", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
-    Column("state", Text, nullable=False),
+    _text("run"),
+    _text("group_ids"),  # A JSON list.
+    _real("created_at"),
+    _real("expires_at"),
+    _text("state"),
     # Order of acks in the store, from 1; NULL unless acked.
     Column("ack_number", BigInteger),
     # When it ended.
     Column("ended_at", Double),
     _one_of("state", LEASE_STATES),
+    _partial_index("leases_open", "expires_at", where="state = 'open'"),
+    _partial_index("leases_expired", "run", where="state = 'expired'"),
+    _partial_index("leases_acked", "run", "ack_number", where="ack_number IS NOT NULL"),
+    _partial_index("leases_ended", "ended_at", "lease_id", where="ended_at IS NOT NULL"),
 )
-_partial_index("leases_open", leases.c.expires_at, where="state = 'open'")
-_partial_index("leases_expired", leases.c.run, where="state = 'expired'")
-_partial_index("leases_acked", leases.c.run, leases.c.ack_number, where="ack_number IS NOT NULL")
-_partial_index("leases_ended", leases.c.ended_at, leases.c.lease_id, where="ended_at IS NOT NULL")
 
 runs = Table(
     "runs",
     metadata,
     Column("name", Text, primary_key=True),
-    Column("created_at", Double, nullable=False),
-    Column("batch_size", BigInteger, nullable=False),
-    Column("settings", Text, nullable=False),  # A JSON object.
-    Column("policy_version", BigInteger, nullable=False),
-    Column("state", Text, nullable=False),
-    Column("delivery", Text, nullable=False),
-    Column("environments", Text, nullable=False),  # A JSON list; empty: all.
+    _real("created_at"),
+    _whole("batch_size"),
+    _text("settings"),  # A JSON object.
+    _whole("policy_version"),
+    _text("state"),
+    _text("delivery"),
+    _text("environments"),  # A JSON list; empty: all.
     # Groups acked and not rewound.
-    Column("acked_groups", BigInteger, nullable=False),
+    _whole("acked_groups"),
     # The latest of its acks with a group that is no longer kept.
-    Column("gone_ack_number", BigInteger, nullable=False),
+    _whole("gone_ack_number"),
     _one_of("state", RUN_STATES),
     _one_of("delivery", ("shared", "broadcast")),
 )
@@ -199,16 +191,16 @@ checkpoints = Table(
     metadata,
     Column("run", Text, primary_key=True),
     Column("name", Text, primary_key=True),
-    Column("ack_number", BigInteger, nullable=False),  # holds this and all earlier acks
-    Column("acked_groups", BigInteger, nullable=False),
-    Column("created_at", Double, nullable=False),
+    _whole("ack_number"),  # holds this and all earlier acks
+    _whole("acked_groups"),
+    _real("created_at"),
 )
 
 counters = Table(
     "counters",
     metadata,
     Column("name", Text, primary_key=True),
-    Column("value", BigInteger, nullable=False),
+    _whole("value"),
 )
 
 gone = Table(
@@ -218,7 +210,7 @@ gone = Table(
     Column("queue", Text, primary_key=True),
     Column("env", Text, primary_key=True),
     Column("state", Text, primary_key=True),
-    Column("removed", BigInteger, nullable=False),
+    _whole("removed"),
 )
 
 estimates = Table(
@@ -226,17 +218,17 @@ estimates = Table(
     metadata,
     # One row for each task that was ever scored; see `rollouts.estimates`.
     Column("number", _Seq, primary_key=True, autoincrement=False),
-    Column("env", Text, nullable=False),
-    Column("split", Text, nullable=False),
-    Column("task_id", Text, nullable=False),
-    Column("attempts", BigInteger, nullable=False),
-    Column("weight", Double, nullable=False),
-    Column("solved", Double, nullable=False),
-    Column("policy_version", BigInteger, nullable=False),
-    Column("scored_at", Double, nullable=False),
+    _text("env"),
+    _text("split"),
+    _text("task_id"),
+    _whole("attempts"),
+    _real("weight"),
+    _real("solved"),
+    _whole("policy_version"),
+    _real("scored_at"),
     UniqueConstraint("env", "split", "task_id"),
+    Index("estimates_env", "env", "number"),
 )
-Index("estimates_env", estimates.c.env, estimates.c.number)
 
 dropped_groups = Table(
     "dropped_groups",
@@ -251,8 +243,8 @@ damaged = Table(
     metadata,
     # Groups whose bodies could not be read, once each; never removed.
     Column("seq", _Seq, primary_key=True, autoincrement=False),
-    Column("reason", Text, nullable=False),
-    Column("found_at", Double, nullable=False),
+    _text("reason"),
+    _real("found_at"),
 )
 
 history = Table(
@@ -260,14 +252,14 @@ history = Table(
     metadata,
     # The server's numbers by the minute; see `trainers.status`.
     Column("minute", _Seq, primary_key=True, autoincrement=False),
-    Column("numbers", Text, nullable=False),  # JSON
+    _text("numbers"),  # JSON
 )
 
 values = Table(
     "values",
     metadata,
     Column("key", Text, primary_key=True),
-    Column("value", Text, nullable=False),  # JSON
+    _text("value"),  # JSON
 )
 
 
@@ -318,12 +310,11 @@ async def _number_acks(connection: AsyncConnection) -> None:
         "SELECT lease_id, run, group_ids FROM leases WHERE state = 'acked'"
         " ORDER BY created_at, lease_id"
     )
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     numbered = []
     for number, row in enumerate(await connection.execute(acked), 1):
         numbered.append({"number": number, "of": row.lease_id})
-        count = len(msgspec.json.decode(row.group_ids, type=list[str]))
-        totals[row.run] = totals.get(row.run, 0) + count
+        totals[row.run] += len(msgspec.json.decode(row.group_ids, type=list[str]))
     set_number = text("UPDATE leases SET ack_number = :number WHERE lease_id = :of")
     set_total = text("UPDATE runs SET acked_groups = :total WHERE name = :of")
     if numbered:

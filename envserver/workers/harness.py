@@ -89,7 +89,7 @@ class OwnWorkspace:
             killed_by="" if in_time else "wall",
             stdout=outputs[0].data(),
             stderr=outputs[1].data(),
-            truncated=any(one.dropped for one in outputs),
+            truncated=any(output.dropped for output in outputs),
         )
 
     async def run(
@@ -400,7 +400,7 @@ async def _run(
         )
     except OSError as error:
         return _Ended(None, True, 0.0, f"{launch.argv[0]}: {error.strerror}")
-    said = "\n".join(text for text in (one.text() for one in outputs) if text)
+    said = "\n".join(text for text in (output.text() for output in outputs) if text)
     return _Ended(status, in_time, time.monotonic() - began, said)
 
 

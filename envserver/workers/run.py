@@ -527,8 +527,8 @@ class AttemptRun:
     def end(self) -> None:
         """Ends all requests from threads; later requests raise LimitReached."""
         self._ended = True
-        for asked in list(self._asked_from_threads):
-            asked.cancel()
+        for future in list(self._asked_from_threads):
+            future.cancel()
 
     async def finish(self) -> None:
         await self._uploader.finish()
@@ -576,14 +576,14 @@ class AttemptRun:
         return answer.content
 
     def _wait(self, request: Coroutine[Any, Any, T]) -> T:
-        asked = asyncio.run_coroutine_threadsafe(request, self._loop)
-        self._asked_from_threads.add(asked)
+        future = asyncio.run_coroutine_threadsafe(request, self._loop)
+        self._asked_from_threads.add(future)
         try:
-            return asked.result()
+            return future.result()
         except CancelledError:
             raise _is_over() from None
         finally:
-            self._asked_from_threads.discard(asked)
+            self._asked_from_threads.discard(future)
 
 
 def reply_of(answer: bytes) -> Reply:
