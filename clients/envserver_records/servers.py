@@ -267,9 +267,9 @@ class AsyncServersClient(httpx.AsyncClient):
                 await cancel_and_wait(task)
 
     async def _is_alive(self, server: httpx.URL) -> bool:
-        asked = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
+        request = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
         try:
-            await super().send(asked)
+            await super().send(request)
         except httpx.TransportError:
             return False
         return True

@@ -70,17 +70,17 @@ def _edges(plan: Plan) -> set[tuple[int, int]]:
     return {(place[name], place[step.id]) for step in plan.steps for name in step.depends_on}
 
 
-def _halves(one: Step, other: Step) -> int:
-    if one.agent != other.agent:
+def _halves(step: Step, other: Step) -> int:
+    if step.agent != other.agent:
         return 0
-    return 2 if one.tool == other.tool else 1
+    return 2 if step.tool == other.tool else 1
 
 
-def _step_likeness(one: Step, gold: Step) -> float:
-    given, wanted = _request(one), _request(gold)
+def _step_likeness(step: Step, gold: Step) -> float:
+    given, wanted = _request(step), _request(gold)
     if given == wanted:
         return 1.0
-    if one.tool == gold.tool == "calculate":
+    if step.tool == gold.tool == "calculate":
         result = calculate(wanted)
         if not result.startswith("error"):
             return float(calculate(given) == result)
@@ -103,8 +103,8 @@ class _Search:
         edges: set[tuple[int, int]],
         gold_edges: set[tuple[int, int]],
     ) -> None:
-        self._worth = [[_halves(one, other) for other in gold] for one in steps]
-        self._alike = [[_step_likeness(one, other) for other in gold] for one in steps]
+        self._worth = [[_halves(step, other) for other in gold] for step in steps]
+        self._alike = [[_step_likeness(step, other) for other in gold] for step in steps]
         # Upper bounds of what the remaining steps can add.
         self._rest = [0] * (len(steps) + 1)
         for number in reversed(range(len(steps))):

@@ -499,8 +499,8 @@ def verdicts(judge: Judge, assertions: Sequence[str], messages: Sequence[TauMess
     """Returns whether each assertion is met; without assertions no model is called."""
     if not assertions:
         return []
-    asked = judge_messages(assertions, messages)
-    return judge.ask_blocking(asked, lambda text: read_verdicts(text, len(assertions)))
+    prompt = judge_messages(assertions, messages)
+    return judge.ask_blocking(prompt, lambda text: read_verdicts(text, len(assertions)))
 
 
 def read_verdicts(text: str, count: int) -> list[bool]:
@@ -512,4 +512,4 @@ def read_verdicts(text: str, count: int) -> list[bool]:
         raise ValueError(str(error)) from error
     if len(read.results) != count:
         raise ValueError(f"{len(read.results)} verdicts, not {count}")
-    return [one.met for one in read.results]
+    return [result.met for result in read.results]

@@ -108,16 +108,16 @@ class _Play:
             self._ask_customer()
 
     def _ask_customer(self) -> None:
-        asked = [self._actions.popleft()]
+        actions = [self._actions.popleft()]
         if self._customer is None:
             while self._actions and self._actions[0].requestor == "user":
-                asked.append(self._actions.popleft())
-            self._his_turns += [assistant_calls((a.name, a.arguments)) for a in asked]
+                actions.append(self._actions.popleft())
+            self._his_turns += [assistant_calls((a.name, a.arguments)) for a in actions]
             self._his_turns.append(text_message("Done."))
-            names = ", ".join(action.name for action in asked)
+            names = ", ".join(action.name for action in actions)
             self._say(text_message(f"Please do this at your side: {names}."), self.done.agent)
             return
-        place = next((p for p, rule in enumerate(self._script) if _does(rule, asked[0])), None)
+        place = next((p for p, rule in enumerate(self._script) if _does(rule, actions[0])), None)
         if place is None:
             return
         while self._actions and _does(self._script[place], self._actions[0]):
@@ -240,12 +240,12 @@ class KnownConversations:
 
     def _short_ones(self) -> Iterator[KnownResult]:
         free = pays_for_nothing(self.domain, self.task)
-        asked = [_said("assistant", GREETING), _said("user", opening(self.task))]
+        opened = [_said("assistant", GREETING), _said("user", opening(self.task))]
         lazy = float(free and not self.strict)
         for name, words in (("nothing done", "I am sorry."), ("promises", "All of it is done.")):
-            ended = [*asked, _said("assistant", words), _said("user", STOP)]
+            ended = [*opened, _said("assistant", words), _said("user", STOP)]
             yield self._known(name, ended, most=lazy, unmet=True)
-        stopped = [*asked, _said("assistant", STOP)]
+        stopped = [*opened, _said("assistant", STOP)]
         yield self._known("the assistant ends it", stopped, unmet=True)
         if self.domain.world().tool(HAND_OVER) is None:
             return
@@ -263,7 +263,7 @@ class KnownConversations:
             _said("user", TRANSFER),
         ]
         most = float(right or (free and not self.strict))
-        yield self._known("handed over at once", [*asked, *over], most=most, unmet=True)
+        yield self._known("handed over at once", [*opened, *over], most=most, unmet=True)
 
     def _hidden_words(
         self, gold: Sequence[TauMessage], expected: Sequence[str]
@@ -316,8 +316,9 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
     """Is all that is asserted true after the expected actions? In tau2-bench's mock it is not."""
     try:
         return world is not None and all(
-            world.run_function(one.env_type, one.func_name, one.arguments) == one.assert_value
-            for one in criteria.env_assertions or ()
+            world.run_function(assertion.env_type, assertion.func_name, assertion.arguments)
+            == assertion.assert_value
+            for assertion in criteria.env_assertions or ()
         )
     except Exception:  # noqa: BLE001 - assertions may raise anything
         return False

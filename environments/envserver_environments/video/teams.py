@@ -259,9 +259,9 @@ class _Star:
         return cut(report.words or _NO_ANSWER) + last
 
 
-async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Awaits all of them concurrently; if one raises, the others are cancelled first."""
-    tasks = [asyncio.ensure_future(one) for one in asked]
+async def together(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Awaits all of them concurrently; if coroutines raises, the others are cancelled first."""
+    tasks = [asyncio.ensure_future(coroutines) for coroutines in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:

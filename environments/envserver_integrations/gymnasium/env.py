@@ -133,7 +133,7 @@ def _converted(space: Any, value: Any) -> Any:
     if kind == "Dict":
         return {key: _converted(part, value[key]) for key, part in space.spaces.items()}
     if kind == "Tuple":
-        return tuple(_converted(part, one) for part, one in zip(space.spaces, value, strict=True))
+        return tuple(_converted(part, item) for part, item in zip(space.spaces, value, strict=True))
     if kind == "Discrete":
         return int(value)
     if kind == "Text":
@@ -142,8 +142,8 @@ def _converted(space: Any, value: Any) -> Any:
 
 
 def _kind(space: Any) -> str:
-    own = (one for one in type(space).__mro__ if one.__module__.startswith("gymnasium.spaces"))
-    return next((one.__name__ for one in own), "")
+    own = (kind for kind in type(space).__mro__ if kind.__module__.startswith("gymnasium.spaces"))
+    return next((kind.__name__ for kind in own), "")
 
 
 class Known(NamedTuple):
@@ -288,7 +288,7 @@ class Gymnasium(Environment):
 
     def score(self, task: Task, result: Result) -> Score:
         played = isinstance(result.output, dict) and "return" in result.output
-        earned = sum(one.value for one in result.turn_rewards)
+        earned = sum(reward.value for reward in result.turn_rewards)
         if not played and result.limit is None:  # nothing that a rollout returns
             return Score(reward=-earned)
         reached = min(max(earned - self._low / self._width, 0.0), 1.0)

@@ -214,20 +214,22 @@ class TelecomUserTools(PhoneSetup):
     @tool("read")
     def check_payment_request(self) -> str:
         """Shows whether you were asked to pay a bill."""
-        asked = self.surroundings["payment_request"]
-        if asked is None:
+        request = self.surroundings["payment_request"]
+        if request is None:
             return "No payment request has been made."
-        amount = f"{asked['amount_due']} USD"
-        return f"You have a payment request for bill {asked['bill_id']} of {amount}."
+        amount = f"{request['amount_due']} USD"
+        return f"You have a payment request for bill {request['bill_id']} of {amount}."
 
     @tool("write")
     def make_payment(self) -> str:
         """Pays the bill that you were asked to pay."""
-        asked = self.surroundings["payment_request"]
-        if asked is None:
+        request = self.surroundings["payment_request"]
+        if request is None:
             return "You do not have a payment request."
-        self.surround(payment_request={**asked, "paid": True})
-        return f"Payment of {asked['amount_due']} USD has been made for bill {asked['bill_id']}."
+        self.surround(payment_request={**request, "paid": True})
+        return (
+            f"Payment of {request['amount_due']} USD has been made for bill {request['bill_id']}."
+        )
 
     def _switched(self, what: str, field: str) -> str:
         return self._with_status_bar(phone.now(what, self.device[field]))
