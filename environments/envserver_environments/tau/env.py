@@ -166,8 +166,7 @@ class Tau(DataEnvironment):
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         domain, known, _ = self._meant(task)
-        criteria = known.evaluation_criteria
-        count = len((criteria.nl_assertions if criteria else None) or ())
+        count = len(known.criteria.nl_assertions or ())
         return KnownConversations(
             domain,
             known,
@@ -320,8 +319,8 @@ def _task_of(domain: Domain, task_id: str) -> TauTask:
 
 
 def _needs_judge(task: TauTask) -> bool:
-    criteria = task.evaluation_criteria
-    return bool(criteria and criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
+    criteria = task.criteria
+    return bool(criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
 
 
 def _text_of(path: Path) -> str:
