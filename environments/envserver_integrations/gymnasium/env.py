@@ -36,6 +36,11 @@ from ..answers import Answer, action_of
 
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_TAGS = {
+    first + number: prefix + colour
+    for first, prefix in ((30, ""), (40, "on-"), (90, ""), (100, "on-"))
+    for number, colour in enumerate(_COLOURS)
+}
 
 
 class BadAction(Exception):
@@ -50,21 +55,13 @@ def plain(rendered: str) -> str:
     for found in _ESCAPE.finditer(rendered):
         parts.append(rendered[at : found.start()])
         at = found.end()
-        names = [name for code in found[1].split(";") if (name := _colour(code))]
+        names = [name for code in found[1].split(";") if (name := _TAGS.get(int(code or 0)))]
         if not names:  # the end of a colour
             parts += [f"</{name}>" for name in reversed(opened)]
             opened.clear()
         parts += [f"<{name}>" for name in names]
         opened += names
     return "".join([*parts, rendered[at:]]).strip("\n")
-
-
-def _colour(code: str) -> str | None:
-    number = int(code or 0)
-    for first, prefix in ((30, ""), (40, "on-"), (90, ""), (100, "on-")):
-        if first <= number < first + len(_COLOURS):
-            return prefix + _COLOURS[number - first]
-    return None
 
 
 def as_text(observation: Any) -> str:
