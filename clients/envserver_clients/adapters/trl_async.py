@@ -345,7 +345,7 @@ class _Buffer(queue.Queue[Any]):
         return sample
 
 
-@dataclass
+@dataclass(eq=False)
 class _Transfer:
     """Implements TRL's `WeightTransferProtocol` with `envserver_clients.weights`."""
 
