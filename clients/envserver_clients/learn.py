@@ -138,7 +138,7 @@ class Children:
                 start_new_session=True,  # Ctrl-C reaches only us, who end them in order
                 preexec_fn=end_with_parent,
             )
-        ids = {one: process.pid for one, process in self._running.items()}
+        ids = {name: process.pid for name, process in self._running.items()}
         replace_file(self._folder / "processes.json", json.dumps(ids), sync=False)
 
     def _log(self, name: str) -> Path:

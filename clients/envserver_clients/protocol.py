@@ -317,7 +317,7 @@ def rollouts_in(
     """All rollouts in the order of the tasks."""
     batch = decode_batch(answer.content)
     try:
-        groups = [unpack(one.body, Group) for one in batch.groups]
+        groups = [unpack(packed.body, Group) for packed in batch.groups]
     except msgspec.DecodeError as error:
         raise InputError(
             f"The server's answer does not hold groups: {error}.", place="body"

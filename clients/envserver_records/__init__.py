@@ -89,5 +89,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = ("errors", "sandboxes", "tasks", "records")  # the last one imports numpy
     modules = (importlib.import_module(f".{home}", __name__) for home in homes)
-    value = globals()[name] = next(getattr(one, name) for one in modules if hasattr(one, name))
+    value = globals()[name] = next(
+        getattr(module, name) for module in modules if hasattr(module, name)
+    )
     return value

@@ -284,7 +284,7 @@ R = TypeVar("R", bound=EnvserverError)
 
 def by_kind(*bases: type[R]) -> dict[str, type[R]]:
     """Returns `bases` and all below them by `kind`; of classes with one kind the highest counts."""
-    below = [one for base in bases for one in base.__subclasses__()]
+    below = [kind for base in bases for kind in base.__subclasses__()]
     return (by_kind(*below) if below else {}) | {base.kind: base for base in bases}
 
 

@@ -135,7 +135,7 @@ Urls = str | Sequence[str]
 def server_urls(urls: Urls) -> tuple[str, ...]:
     """Returns the URLs without repetitions. Raises ConfigError: there is none."""
     listed = urls.split(",") if isinstance(urls, str) else urls
-    found = tuple(dict.fromkeys(url for one in listed if (url := one.strip())))
+    found = tuple(dict.fromkeys(url for part in listed if (url := part.strip())))
     if not found:
         raise ConfigError("Which server?", hint="Give its URL, such as http://host:8000.")
     return found

@@ -65,8 +65,8 @@ def images_of(spans: list[ImageSpan], held: dict[str, bytes], size: int) -> list
 def images_of_row(column: Any, row: int, held: dict[str, bytes], size: int) -> list[RowImage]:
     """Returns the images of a row in JSON: `column` has for each row a list of spans as objects."""
     try:
-        spans = [ImageSpan(**one) for one in column[row]]
-        found = [msgspec.convert(msgspec.to_builtins(one), ImageSpan) for one in spans]
+        spans = [ImageSpan(**span) for span in column[row]]
+        found = [msgspec.convert(msgspec.to_builtins(span), ImageSpan) for span in spans]
     except (TypeError, LookupError, msgspec.ValidationError) as error:
         raise ValueError(f"the images of row {row} cannot be read: {error}") from error
     return images_of(found, held, size)

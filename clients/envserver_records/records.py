@@ -292,7 +292,9 @@ class Trajectory(msgspec.Struct, kw_only=True):
     images: dict[str, bytes] = {}
 
     def messages_of(self, agent: str | None) -> list[Message]:
-        return next((one.messages for one in self.others if one.agent == agent), self.messages)
+        return next(
+            (sibling.messages for sibling in self.others if sibling.agent == agent), self.messages
+        )
 
 
 class Group(msgspec.Struct, kw_only=True):

@@ -88,15 +88,15 @@ def turn_advantages(
     the last return of those that had fewer turns. So without rewards of turns and with a discount
     of 1 each call has the advantage of its trajectory.
     """
-    returns = [one.returns(discount) or [one.reward] for one in earned]
+    returns = [credits.returns(discount) or [credits.reward] for credits in earned]
     longest = max(map(len, returns))
     by_turn = [
         advantages([own[min(turn, len(own) - 1)] for own in returns], scaling, baseline)
         for turn in range(longest)
     ]
     return [
-        {call: float(by_turn[turn][number]) for turn, call in enumerate(one.turns)}
-        for number, one in enumerate(earned)
+        {call: float(by_turn[turn][number]) for turn, call in enumerate(credits.turns)}
+        for number, credits in enumerate(earned)
     ]
 
 

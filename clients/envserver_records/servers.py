@@ -14,6 +14,7 @@ import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from typing import Any, Final, Generic, TypeVar
@@ -267,40 +268,34 @@ class AsyncServersClient(httpx.AsyncClient):
                 await cancel_and_wait(task)
 
     async def _is_alive(self, server: httpx.URL) -> bool:
-        asked = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
+        request = self.build_request("GET", server.join("healthz"), timeout=_ALIVE_SECONDS)
         try:
-            await super().send(asked)
+            await super().send(request)
         except httpx.TransportError:
             return False
         return True
 
 
+@dataclass(eq=False)
 class _WatchedBody(httpx.AsyncByteStream):
     """The body of an answer, such as an endless stream, read while its server is alive."""
 
-    def __init__(
-        self,
-        body: httpx.AsyncByteStream,
-        while_alive: Callable[[Awaitable[bytes | None]], Awaitable[bytes | None]],
-        servers: _Servers,
-        server: httpx.URL,
-    ) -> None:
-        self._body = body
-        self._while_alive = while_alive
-        self._servers = servers
-        self._server = server
+    body: httpx.AsyncByteStream
+    while_alive: Callable[[Awaitable[bytes | None]], Awaitable[bytes | None]]
+    servers: _Servers
+    server: httpx.URL
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        async with aclosing(_parts(self._body)) as parts:
+        async with aclosing(_parts(self.body)) as parts:
             try:
-                while (part := await self._while_alive(anext(parts, None))) is not None:
+                while (part := await self.while_alive(anext(parts, None))) is not None:
                     yield part
             except httpx.TransportError:
-                self._servers.leave(self._server)
+                self.servers.leave(self.server)
                 raise
 
     async def aclose(self) -> None:
-        await self._body.aclose()
+        await self.body.aclose()
 
 
 async def _parts(body: httpx.AsyncByteStream) -> Any:

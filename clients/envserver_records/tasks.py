@@ -61,14 +61,14 @@ class Score(msgspec.Struct, kw_only=True):
         return self.rewards.get(agent or "", self.reward)
 
     def turn_sum(self, agent: str | None) -> float:
-        return math.fsum(one.value for one in self.turns if one.agent == agent)
+        return math.fsum(turn.value for turn in self.turns if turn.agent == agent)
 
     def call_rewards(self, agent: str | None) -> dict[int, float]:
         """Returns the turn rewards of `agent` by the index of their call, summed for each."""
         rewards: dict[int, float] = {}
-        for one in self.turns:
-            if one.agent == agent:
-                rewards[one.call] = rewards.get(one.call, 0.0) + one.value
+        for turn in self.turns:
+            if turn.agent == agent:
+                rewards[turn.call] = rewards.get(turn.call, 0.0) + turn.value
         return rewards
 
 

@@ -224,7 +224,7 @@ class TensorBoardTracker:
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         of = self._protos["summary"].Summary
-        listed = [of.Value(tag=tag, simple_value=one) for tag, one in numbers(values).items()]
+        listed = [of.Value(tag=tag, simple_value=number) for tag, number in numbers(values).items()]
         self._add(step, summary=of(value=listed))
         self._writer.flush()
 
@@ -256,7 +256,11 @@ class TensorBoardTracker:
 
 def _markdown(rows: Sequence[Row]) -> str:
     header = [*rows[0]] if rows else []
-    lines = [header, ["---"] * len(header), *([_cell(one) for one in row.values()] for row in rows)]
+    lines = [
+        header,
+        ["---"] * len(header),
+        *([_cell(value) for value in row.values()] for row in rows),
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -264,7 +268,7 @@ def _cell(value: object) -> str:
     """Text of a model is not markup."""
     text = "" if value is None else str(value)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace("\\", "\\\\")
-    text = "".join(f"\\{one}" if one in "|`*_[]#" else one for one in text)
+    text = "".join(f"\\{character}" if character in "|`*_[]#" else character for character in text)
     return text.replace("\r", "").replace("\n", "<br>")
 
 

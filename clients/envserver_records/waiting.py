@@ -50,7 +50,7 @@ async def in_order(
     do: Callable[[T], Coroutine[Any, Any, R]],
     most: int,
     *,
-    size: Callable[[T], int] = lambda one: 1,
+    size: Callable[[T], int] = lambda item: 1,
     in_thread: bool = False,
 ) -> AsyncGenerator[tuple[T, R]]:
     """Yields each piece of work with its result, in order; several are done at a time.
@@ -71,10 +71,10 @@ async def in_order(
                     begun.append((piece, asyncio.create_task(do(piece))))
                     busy += size(piece)
             if begun:
-                one, doing = begun[0]
+                item, doing = begun[0]
                 result = await doing
                 begun.popleft()
-                busy -= size(one)
-                yield one, result
+                busy -= size(item)
+                yield item, result
     finally:
         await cancel_and_wait(*(doing for _, doing in begun))

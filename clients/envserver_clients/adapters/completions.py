@@ -80,7 +80,7 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
     """Splits a trajectory's sequences, in order: one, unless the agent changed its history."""
     found = (completion_of(sequence, trajectory.images) for sequence in trajectory.sequences)
-    return [one for one in found if one is not None]
+    return [completion for completion in found if completion is not None]
 
 
 def check_text_only(completion: Completion, trainer: str) -> Completion:
@@ -130,8 +130,8 @@ def check_spans(spans: Iterable[SamplingSpan], temperature: float | None, settin
 def check_trajectories(
     trajectories: Iterable[Trajectory | None], temperature: float | None, setting: str
 ) -> None:
-    for one in trajectories:
-        for row in one.sequences if one is not None else ():
+    for trajectory in trajectories:
+        for row in trajectory.sequences if trajectory is not None else ():
             check_spans(row.sampling, temperature, setting)
 
 
@@ -186,7 +186,11 @@ async def complete_groups(
                 timeout_seconds=timeout_seconds,
             )
             for place, group in zip(places, groups, strict=True):
-                found[place] = [one for one in group if one is not None and is_trainable(one)]
+                found[place] = [
+                    trajectory
+                    for trajectory in group
+                    if trajectory is not None and is_trainable(trajectory)
+                ]
         lacking = [place for place in lacking if len(found[place]) < wish.group_size]
         if not lacking:
             return found
@@ -208,8 +212,8 @@ def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> li
     different agents must not be compared.
     """
     found = completions_of(trajectory)
-    chosen = agent if agent is not None else next((one.agent for one in found), None)
-    return [one for one in found if one.agent == chosen]
+    chosen = agent if agent is not None else next((completion.agent for completion in found), None)
+    return [completion for completion in found if completion.agent == chosen]
 
 
 def main_completion(trajectory: Trajectory, agent: str | None = None) -> Completion:
@@ -220,7 +224,7 @@ def main_completion(trajectory: Trajectory, agent: str | None = None) -> Complet
     found = completions_of_agent(trajectory, agent)
     if not found:
         raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
-    return max(reversed(found), key=lambda one: sum(one.mask))
+    return max(reversed(found), key=lambda completion: sum(completion.mask))
 
 
 def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
@@ -229,7 +233,10 @@ def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:
 
 
 def masked_logprobs(completion: Completion, mask: list[int]) -> list[float]:
-    return [logprob if one else 0.0 for logprob, one in zip(completion.logprobs, mask, strict=True)]
+    return [
+        logprob if sampled else 0.0
+        for logprob, sampled in zip(completion.logprobs, mask, strict=True)
+    ]
 
 
 def reward_of(trajectory: Trajectory, agent: str | None) -> float:

@@ -127,14 +127,17 @@ class EnvserverGenerator:
             came = await asyncio.gather(
                 *(
                     complete_groups(
-                        client, asked.wish, tries=self._tries, timeout_seconds=self._timeout_seconds
+                        client,
+                        request.wish,
+                        tries=self._tries,
+                        timeout_seconds=self._timeout_seconds,
                     )
-                    for asked in wanted
+                    for request in wanted
                 )
             )
         found: dict[int, Trajectory] = {}
-        for asked, groups in zip(wanted, came, strict=True):
-            for places, group in zip(asked.places, groups, strict=True):
+        for request, groups in zip(wanted, came, strict=True):
+            for places, group in zip(request.places, groups, strict=True):
                 found.update(zip(places, group, strict=True))
         ordered = [found[place] for place in range(len(found))]
         if phase == "train":
@@ -241,8 +244,8 @@ def _pixels(
             place="images",
         )
     made = [pixels(processor, [row.images]) for row in rows]
-    for row, one in zip(rows, made, strict=True):
-        grids = [tuple(grid) for grid in one["image_grid_thw"].tolist()]
+    for row, inputs in zip(rows, made, strict=True):
+        grids = [tuple(grid) for grid in inputs["image_grid_thw"].tolist()]
         if any(image.grid not in ((), own) for image, own in zip(row.images, grids, strict=True)):
             raise InputError(
                 f"The processor makes the grids {grids} of images for which the engine's made "
@@ -250,7 +253,9 @@ def _pixels(
                 hint="Both need the same model files and limits of pixels.",
                 place="images",
             )
-    return [one["pixel_values"] for one in made], [one["image_grid_thw"] for one in made]
+    return [inputs["pixel_values"] for inputs in made], [
+        inputs["image_grid_thw"] for inputs in made
+    ]
 
 
 def _experts(rows: Sequence[Completion]) -> list[Any] | None:
@@ -281,10 +286,10 @@ def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> li
         rows = completions_of_agent(trajectory, row.agent)
         turns = {
             call: reward
-            for one in rows
+            for sibling in rows
             for call, reward in (
-                (one.calls[place], reward)
-                for place, reward in turn_rewards(trajectory, one).items()
+                (sibling.calls[place], reward)
+                for place, reward in turn_rewards(trajectory, sibling).items()
             )
         }
         found[-1] += reward_of(trajectory, row.agent) - math.fsum(turns.values())
@@ -294,7 +299,9 @@ def _token_rewards(trajectory: Trajectory, row: Completion, *, ends: bool) -> li
 def _metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     count = max(1, len(trajectories))
     return {
-        "envserver/turns_mean": sum(one.turns for one in trajectories) / count,
-        "envserver/truncated_mean": sum(one.truncated for one in trajectories) / count,
-        "envserver/seconds_mean": sum(one.usage.seconds for one in trajectories) / count,
+        "envserver/turns_mean": sum(trajectory.turns for trajectory in trajectories) / count,
+        "envserver/truncated_mean": sum(trajectory.truncated for trajectory in trajectories)
+        / count,
+        "envserver/seconds_mean": sum(trajectory.usage.seconds for trajectory in trajectories)
+        / count,
     }

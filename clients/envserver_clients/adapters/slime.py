@@ -136,6 +136,8 @@ def _filled(sample: Any, trajectory: Trajectory, row: Completion, *, siblings: b
 def _last_words(trajectory: Trajectory) -> str:
     """For slime's logs; training uses `tokens`."""
     said = (
-        one.get("content") for one in reversed(trajectory.messages) if one["role"] == "assistant"
+        message.get("content")
+        for message in reversed(trajectory.messages)
+        if message["role"] == "assistant"
     )
     return next((text for text in said if isinstance(text, str)), "")

@@ -45,10 +45,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("file", type=Path, help="where the rows go: NAME.jsonl")
     parser.add_argument("--split", choices=["train", "validation", "test"])
     parser.add_argument("--limit", type=int, default=1000, help="maximum number of tasks")
-    asked = parser.parse_args(argv)
-    with SyncEnvClient(asked.url, run=None) as client:
-        rows = list(task_rows(client, asked.environment, asked.split, asked.limit))
-    asked.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = parser.parse_args(argv)
+    with SyncEnvClient(arguments.url, run=None) as client:
+        rows = list(task_rows(client, arguments.environment, arguments.split, arguments.limit))
+    arguments.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

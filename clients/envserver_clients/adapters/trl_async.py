@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -344,19 +345,14 @@ class _Buffer(queue.Queue[Any]):
         return sample
 
 
+@dataclass(eq=False)
 class _Transfer:
     """Implements TRL's `WeightTransferProtocol` with `envserver_clients.weights`."""
 
-    def __init__(
-        self,
-        worker: EnvserverRolloutWorker,
-        weights: WeightPush | None,
-        model: str | Path | None,
-    ) -> None:
-        self._worker = worker
-        self._weights = weights
-        self._model = model
-        self._sent = 0
+    worker: EnvserverRolloutWorker
+    weights: WeightPush | None
+    model: str | Path | None
+    sent: int = 0
 
     def init_weight_transfer(self) -> None:
         """Nothing to set up."""
@@ -365,8 +361,8 @@ class _Transfer:
         """`send_weights` pauses the server's calls itself."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        self._sent += 1
-        if self._weights is None:
+        self.sent += 1
+        if self.weights is None:
             for _ in iterator:  # on other ranks it takes part in gathering the weights
                 pass
             return
@@ -375,11 +371,11 @@ class _Transfer:
             from safetensors.torch import save_file
             from transformers import AutoConfig
 
-            AutoConfig.from_pretrained(self._model).save_pretrained(folder)
+            AutoConfig.from_pretrained(self.model).save_pretrained(folder)
             tensors = {name: tensor.cpu().contiguous() for name, tensor in iterator}
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
-        self._weights.publish(self._worker.published(self._sent), save, None)
+        self.weights.publish(self.worker.published(self.sent), save, None)
 
     def resume(self) -> None: ...
 

@@ -199,7 +199,7 @@ class TrlRow:
 
 def rows_of(trajectories: Sequence[Trajectory | None], agent: str | None = None) -> list[TrlRow]:
     """A row for each trajectory, in order. Raises RolloutsLost: all are lost."""
-    found = [None if one is None else _row(one, agent) for one in trajectories]
+    found = [None if trajectory is None else _row(trajectory, agent) for trajectory in trajectories]
     made = next((row for row in found if row is not None), None)
     if made is None:
         raise RolloutsLost(

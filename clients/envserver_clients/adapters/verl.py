@@ -170,14 +170,14 @@ def outputs_of(
         taken = completions_of_agent(trajectory, agent)
     else:
         taken = [main_completion(trajectory, agent)]
-    for one in taken:
-        if len(one.prompt_ids) > prompt_length:
+    for row in taken:
+        if len(row.prompt_ids) > prompt_length:
             raise InputError(
-                f"A prompt of {len(one.prompt_ids)} tokens is longer than {prompt_length}.",
+                f"A prompt of {len(row.prompt_ids)} tokens is longer than {prompt_length}.",
                 hint="Raise data.max_prompt_length, or lower the environment's limits.",
                 place="prompt_length",
             )
-    return [_output(trajectory, one, response_length) for one in taken]
+    return [_output(trajectory, row, response_length) for row in taken]
 
 
 def _output(trajectory: Trajectory, row: Completion, length: int) -> Json:
@@ -222,9 +222,9 @@ def _within(row: Completion, length: int) -> tuple[int, list[Any]]:
     for place, image in enumerate(row.images):
         if image.offset + image.length > begin + length:
             return max(0, min(length, image.offset - begin)), [
-                opened(one) for one in row.images[:place]
+                opened(image) for image in row.images[:place]
             ]
-    return length, [opened(one) for one in row.images]
+    return length, [opened(image) for image in row.images]
 
 
 def _token_rewards(reward: float, turns: dict[int, float], length: int) -> list[float]:

@@ -51,9 +51,9 @@ def parts_of(data: Path, *, tool: str | None = None, whole: bool = False) -> lis
 
 def _parts_by_tool(folder: Path) -> list[Part]:
     return [
-        Part(one.name, train, _split(one, *_VALIDATION))
-        for one in sorted(folder.iterdir())
-        if one.is_dir() and (train := _split(one, _TRAIN))
+        Part(directory.name, train, _split(directory, *_VALIDATION))
+        for directory in sorted(folder.iterdir())
+        if directory.is_dir() and (train := _split(directory, _TRAIN))
     ]
 
 
@@ -229,15 +229,15 @@ def _tokens(ids: Any, mask: Any, place: str) -> Tokens:
         isinstance(ids, list)
         and isinstance(mask, list)
         and len(ids) == len(mask)
-        and all(type(one) is int and one >= 0 for one in ids)
-        and all(isinstance(one, bool) or one in (0, 1) for one in mask)
+        and all(type(token) is int and token >= 0 for token in ids)
+        and all(isinstance(flag, bool) or flag in (0, 1) for flag in mask)
     )
     if not fits:
         raise InputError(
             f"{place}: recorded tokens must be token ids, and mask as many flags.",
             hint="`envserver export --to parquet` writes such rows.",
         )
-    return Tokens(ids, [bool(one) for one in mask])
+    return Tokens(ids, [bool(flag) for flag in mask])
 
 
 def _asked(prompt: str, completion: str) -> Conversation:
@@ -256,8 +256,8 @@ def _turns(row: Row, name: str, role: str, place: str) -> list[Message]:
 
 def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:
     count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
+    for message, other in zip(first, second, strict=False):
+        if message != other:
             break
         count += 1
     return count
@@ -266,13 +266,13 @@ def _alike(first: Sequence[Message], second: Sequence[Message]) -> int:
 def _messages(value: Any, name: str, place: str) -> list[Message]:
     if not isinstance(value, list):
         raise InputError(f"{place}: {name} must be a list of messages.")
-    return [_message(one, f"{place}: {name}[{number}]") for number, one in enumerate(value)]
+    return [_message(item, f"{place}: {name}[{number}]") for number, item in enumerate(value)]
 
 
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         raise InputError(f"{place} does not have a role.")
-    message = {key: one for key, one in value.items() if one is not None or key == "content"}
+    message = {key: field for key, field in value.items() if field is not None or key == "content"}
     message.setdefault("content", None)
     if message["content"] is None and value["role"] != "assistant":
         message["content"] = ""
@@ -343,7 +343,11 @@ def are_valid(calls: list[Call], tools: Tools | None) -> bool:
     """
     if tools is None:
         return bool(calls)
-    schemas = {one["name"]: one.get("parameters") or {} for one in map(_function, tools) if one}
+    schemas = {
+        function["name"]: function.get("parameters") or {}
+        for function in map(_function, tools)
+        if function
+    }
     return bool(calls) and all(
         call.name in schemas and _fits(call.arguments, schemas[call.name]) for call in calls
     )

@@ -201,8 +201,8 @@ def _joined(row: Encoded, turn: Encoded) -> Encoded | None:
 
 
 def _common(first: list[int], second: list[int]) -> int:
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for place, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
             return place
     return min(len(first), len(second))
 
@@ -244,8 +244,8 @@ class ExampleCounts:
 def sft_examples(
     settings: SftSettings, paths: Sequence[Path], encoder: Encoder, counts: ExampleCounts
 ) -> Iterator[Example]:
-    for one, _ in encoded_rows(paths, encoder, counts, settings):
-        yield {"input_ids": one.ids, "labels": one.labels}
+    for example, _ in encoded_rows(paths, encoder, counts, settings):
+        yield {"input_ids": example.ids, "labels": example.labels}
 
 
 def encoded_rows(
@@ -276,10 +276,10 @@ def encoded_rows(
         else:
             encoded = [encoder.plain(read)]
         counts.dropped_nothing_to_train += not encoded
-        for one in filter(None, map(fit, encoded)):
-            _count(counts, one)
+        for example in filter(None, map(fit, encoded)):
+            _count(counts, example)
             counts.examples += 1
-            yield one, tools
+            yield example, tools
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
@@ -289,10 +289,10 @@ def pair_examples(
     for place, row in rows_of(paths):
         counts.rows += 1
         pair = read_pair(row, place)
-        both = [encoder.conversation(one, place) for one in (pair.chosen, pair.rejected)]
+        both = [encoder.conversation(side, place) for side in (pair.chosen, pair.rejected)]
         if not all(both):
             counts.dropped_nothing_to_train += 1
-        elif any(len(one) > 1 for one in both):
+        elif any(len(side) > 1 for side in both):
             counts.dropped_not_continued += 1
         elif fitting := _fitting(both[0][0], both[1][0], counts, settings):
             chosen, rejected = fitting
@@ -307,18 +307,18 @@ def pair_examples(
     counts.rendered_otherwise = encoder.rendered_otherwise
 
 
-def _fit(one: Encoded, counts: ExampleCounts, limits: FinetuneSettings) -> Encoded | None:
+def _fit(example: Encoded, counts: ExampleCounts, limits: FinetuneSettings) -> Encoded | None:
     """The example within the limit; None if it is left out (and counted)."""
-    if len(one.ids) > limits.max_length:
+    if len(example.ids) > limits.max_length:
         if limits.too_long == "drop":
             counts.dropped_too_long += 1
             return None
         counts.truncated += 1
-        one = one.cut(limits.max_length)
-    if not any(one.trained):
+        example = example.cut(limits.max_length)
+    if not any(example.trained):
         counts.dropped_nothing_to_train += 1
         return None
-    return one
+    return example
 
 
 def _fitting(
@@ -338,9 +338,9 @@ def _fitting(
 
 
 def _count(counts: ExampleCounts, *encoded: Encoded) -> None:
-    for one in encoded:
-        counts.tokens += len(one.ids)
-        counts.tokens_trained += sum(one.trained)
+    for example in encoded:
+        counts.tokens += len(example.ids)
+        counts.tokens_trained += sum(example.trained)
 
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:

@@ -134,7 +134,7 @@ class HeldOut:
                 if not are_valid(wanted, tools):
                     continue
                 calls = calls_in(self._answer(model, row, span, device))
-                names = [[call.name for call in one] for one in (calls, wanted)]
+                names = [[call.name for call in side] for side in (calls, wanted)]
                 written.checked += 1
                 written.valid += are_valid(calls, tools)
                 written.right_tool += names[0] == names[1]
@@ -151,7 +151,7 @@ class HeldOut:
             max_new_tokens=min(2 * (end - start) + 32, _MOST_TOKENS),
             do_sample=False,
             use_cache=True,
-            eos_token_id=[one for one in ends if one is not None],
+            eos_token_id=[token for token in ends if token is not None],
             pad_token_id=ends[0] if padding is None else padding,
         )
         text: str = self.tokenizer.decode(ids[0, start:])

@@ -57,7 +57,7 @@ def check_apart(model: Any, packed: Any, *, half: bool) -> None:
     attention keeps rows apart by these; state spaces and linear attention may not: ConfigError.
     `packed`: the data set of TRL's trainer, with `seq_lengths`.
     """
-    row = next((one for one in packed if len(one["seq_lengths"]) > 1), None)
+    row = next((row for row in packed if len(row["seq_lengths"]) > 1), None)
     if row is None:
         return
     difference = packed_difference(model, row["input_ids"], row["seq_lengths"], half=half)
@@ -83,8 +83,8 @@ def packed_difference(model: Any, ids: Sequence[int], lengths: Sequence[int], *,
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=half):
             together = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[0]
             alone = [
-                model(input_ids=one, use_cache=False).logits[0]
-                for one in tokens.split(list(lengths), dim=1)
+                model(input_ids=part, use_cache=False).logits[0]
+                for part in tokens.split(list(lengths), dim=1)
             ]
     finally:
         model.train(was_training)
@@ -92,8 +92,8 @@ def packed_difference(model: Any, ids: Sequence[int], lengths: Sequence[int], *,
     for logits, length in zip(alone, lengths, strict=True):
         targets = tokens[0, start + 1 : start + length, None]
         mine, other = (
-            one[: length - 1].float().log_softmax(-1).gather(-1, targets)
-            for one in (together[start : start + length], logits)
+            scores[: length - 1].float().log_softmax(-1).gather(-1, targets)
+            for scores in (together[start : start + length], logits)
         )
         total += float((mine - other).abs().sum())
         start += length
@@ -130,7 +130,7 @@ class Reporting(TrainerCallback):  # type: ignore[misc]  # a class of a library 
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        numbers = {name: one for name, one in (logs or {}).items() if name not in _LEFT_OUT}
+        numbers = {name: value for name, value in (logs or {}).items() if name not in _LEFT_OUT}
         if "train_loss" in numbers:
             return  # the summary at the end, which covers this start only
         if "eval_loss" in numbers and state.global_step in self._evaluated:
@@ -409,7 +409,7 @@ def _last_whole(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint; removes one that a kill left incomplete. TRL writes the
     trainer's state last.
     """
-    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
+    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     while found:
         try:
             json.loads((found[-1] / _STATE).read_text(encoding="utf-8"))

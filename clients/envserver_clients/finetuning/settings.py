@@ -38,7 +38,7 @@ ATTENTION_AND_MLP = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 def _names(value: Any) -> Any:
-    return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
 
 class FinetuneSettings(BaseModel):

@@ -163,10 +163,10 @@ def whitened(rows: Sequence[Row], found: Sequence[RowAdvantage]) -> list[RowAdva
     They stay as they are if all are equal. The variance is divided by n - 1, as verl does.
     """
     trained = [
-        np.full(int(row.mask.sum()), one.value)
-        if one.tokens is None
-        else one.tokens[row.mask == 1].astype(np.float64)
-        for row, one in zip(rows, found, strict=True)
+        np.full(int(row.mask.sum()), advantage.value)
+        if advantage.tokens is None
+        else advantage.tokens[row.mask == 1].astype(np.float64)
+        for row, advantage in zip(rows, found, strict=True)
     ]
     values = np.concatenate(trained) if trained else np.zeros(0)
     if len(values) < 2 or np.ptp(values) == 0:
@@ -174,10 +174,12 @@ def whitened(rows: Sequence[Row], found: Sequence[RowAdvantage]) -> list[RowAdva
     mean, spread = float(values.mean()), float(values.std(ddof=1))
     return [
         RowAdvantage(
-            (one.value - mean) / spread,
-            None if one.tokens is None else ((one.tokens - mean) / spread).astype(np.float32),
+            (advantage.value - mean) / spread,
+            None
+            if advantage.tokens is None
+            else ((advantage.tokens - mean) / spread).astype(np.float32),
         )
-        for one in found
+        for advantage in found
     ]
 
 
@@ -201,7 +203,7 @@ def _weighed_advantages(
             baseline=rules.baseline,
             rewards=shuffled_rewards(given, shuffle),
         )
-        total += weight * np.array([one.value for one in found])
+        total += weight * np.array([advantage.value for advantage in found])
     return [RowAdvantage(float(value)) for value in total]
 
 

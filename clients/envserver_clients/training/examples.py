@@ -231,11 +231,11 @@ def _is_equal(rows: Sequence[Row], found: Sequence[RowAdvantage], rules: Advanta
     """Whether comparing the rows of a group with each other teaches nothing."""
     if rules.baseline == "none":
         found = group_advantages(rows, replace(rules, baseline="group"))
-    return not any(one.teaches for one in found)
+    return not any(advantage.teaches for advantage in found)
 
 
 def _whitened(rows: Sequence[tuple[Row, RowAdvantage]]) -> list[tuple[Row, RowAdvantage]]:
-    own, found = [row for row, _ in rows], [one for _, one in rows]
+    own, found = [row for row, _ in rows], [advantage for _, advantage in rows]
     return list(zip(own, whitened(own, found), strict=True))
 
 
@@ -369,11 +369,11 @@ def micro_batches(
 
 
 def _with(blank: Example | None, part: list[Example]) -> list[Example]:
-    return part if blank is None or any(one.images for one in part) else [*part, blank]
+    return part if blank is None or any(example.images for example in part) else [*part, blank]
 
 
 def longest_first(examples: Sequence[Example]) -> list[Example]:
-    return sorted(examples, key=lambda one: -len(one.tokens))
+    return sorted(examples, key=lambda example: -len(example.tokens))
 
 
 def filler(blank: Example | None = None) -> Padded:

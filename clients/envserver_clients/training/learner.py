@@ -229,7 +229,7 @@ class Learner:
         names = list(self.policy.trained)
         stored = state["optimizer"]
         if "param_groups" in stored:  # written before 0.2, with the weights' indices
-            stored = {names[index]: one for index, one in stored["state"].items()}
+            stored = {names[index]: moments for index, moments in stored["state"].items()}
         numbers = {
             index: {
                 key: placed_like(value, self.policy.trained[name])
@@ -273,8 +273,8 @@ def _means(total: dict[str, float]) -> dict[str, float]:
 
 def _moved(before: Sequence[Tensor], after: Sequence[Tensor], ranks: Ranks) -> Numbers:
     """The share of weights that a step changed; a small step is lost in the rounding."""
-    changed = sum(int((one != two).sum()) for one, two in zip(before, after, strict=True))
-    total = ranks.sums({"weights": sum(len(one) for one in before), "changed": changed})
+    changed = sum(int((old != new).sum()) for old, new in zip(before, after, strict=True))
+    total = ranks.sums({"weights": sum(len(weights) for weights in before), "changed": changed})
     return {"weights_moved": total["changed"] / total["weights"]} if total["weights"] else {}
 
 

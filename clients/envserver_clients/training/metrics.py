@@ -170,7 +170,7 @@ def write_held_out(server: str, path: Path) -> None:
         _wait(client, until)
         client.post("/v1/evaluations").raise_for_status()
         found = _wait(client, until)
-    lines = [_line(one) for one in found if one["state"] == "complete"]
+    lines = [_line(run) for run in found if run["state"] == "complete"]
     replace_file(path, "".join(json.dumps(line) + "\n" for line in lines), sync=False)
 
 

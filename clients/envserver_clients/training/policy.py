@@ -83,13 +83,13 @@ class Vision:
         """Whether the processor makes of a row's images the tokens that the row has."""
         images = self.is_image(row.tokens)
         try:
-            sizes = [self._size(one) for one in row.images]
+            sizes = [self._size(image) for image in row.images]
         except InputError:
             return False
         return int(images.sum()) == sum(tokens for tokens, _ in sizes) and all(
-            int(images[one.offset : one.offset + one.length].sum()) == tokens
-            and one.grid in ((), grid)
-            for one, (tokens, grid) in zip(row.images, sizes, strict=True)
+            int(images[image.offset : image.offset + image.length].sum()) == tokens
+            and image.grid in ((), grid)
+            for image, (tokens, grid) in zip(row.images, sizes, strict=True)
         )
 
     def _size(self, image: RowImage) -> tuple[int, tuple[int, ...]]:
@@ -316,8 +316,8 @@ class Policy:
         self.model.eval()
         if checkpointed:
             _checkpoint_activations(self.model)
-        both = [one for one in (self.model, self._reference) if one is not None]
-        self._replays = [Replay(one) for one in both] if replay_experts else []
+        models = [self.model] if self._reference is None else [self.model, self._reference]
+        self._replays = [Replay(each) for each in models] if replay_experts else []
         self._place(self.model)
         self.trained: dict[str, torch.nn.Parameter] = {
             name: value for name, value in self.model.named_parameters() if value.requires_grad
@@ -583,8 +583,8 @@ def _logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None) -> T
     hot = [None] if temperatures is None else temperatures.flatten().split(_ROWS)
     parts = zip(logits.split(_ROWS), targets.flatten().split(_ROWS), itertools.cycle(hot))
     again = partial(checkpoint, token_logprobs, use_reentrant=False, preserve_rng_state=False)
-    one = again if logits.requires_grad and len(logits) > _ROWS else token_logprobs
-    return torch.cat([one(*part) for part in parts]).view(shape)
+    compute = again if logits.requires_grad and len(logits) > _ROWS else token_logprobs
+    return torch.cat([compute(*part) for part in parts]).view(shape)
 
 
 def _entropy(logits: Tensor, trained: Tensor, temperatures: Tensor | None) -> Tensor:
@@ -617,7 +617,7 @@ def _with_lora(model: Any, lora: LoraSettings) -> Any:
     if targets != "all-linear":
         targets = [name.strip() for name in lora.targets.split(",")]
     text = model.get_decoder()
-    decoder = next((name for name, one in model.named_modules() if one is text), "")
+    decoder = next((name for name, module in model.named_modules() if module is text), "")
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=2 * lora.rank if lora.alpha is None else lora.alpha,

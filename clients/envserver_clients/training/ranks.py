@@ -154,7 +154,7 @@ def shard(model: Any, ranks: Ranks, dtype: torch.dtype) -> None:
     types = MixedPrecisionPolicy(dtype if is_half else None, torch.float32)
     # Without the last layers' default of False, a forward pass without a backward pass would leave
     # whole parameters behind.
-    layers = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=types, reshard_after_forward=True)
 

@@ -49,7 +49,7 @@ def _weights(given: object) -> object:
 
 
 def _names(given: object) -> object:
-    return [one for one in given.split(",") if one] if isinstance(given, str) else given
+    return [item for item in given.split(",") if item] if isinstance(given, str) else given
 
 
 class TrainerSettings(BaseModel):
@@ -302,7 +302,7 @@ class TrainerSettings(BaseModel):
 
     def of(self, kind: type[Any]) -> Values:
         """The values of the settings that the dataclass `kind` has, too."""
-        names = {one.name for one in fields(kind)} & type(self).model_fields.keys()
+        names = {field.name for field in fields(kind)} & type(self).model_fields.keys()
         return {name: getattr(self, name) for name in names}
 
     def loss(self) -> LossSettings:
@@ -350,7 +350,9 @@ def from_flags(
     try:
         return kind.model_validate({**(chosen(file, given) if chosen else file), **given})
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
+        problems = [
+            f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()
+        ]
         raise ConfigError("; ".join(problems), hint=f"{program} --help") from error
 
 

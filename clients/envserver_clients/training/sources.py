@@ -169,11 +169,11 @@ class NativeSource(Source):
         equal = [
             group.group_id
             for group in batch.groups
-            if not any(one.teaches for one in group_advantages(group.rows, rules))
+            if not any(advantage.teaches for advantage in group_advantages(group.rows, rules))
         ]
         if equal:
             self._client.set_aside(batch, equal, reason="equal rewards")
-        rewards = [reward for one in batch.groups for reward in rewards_of(one.rows).values()]
+        rewards = [reward for group in batch.groups for reward in rewards_of(group.rows).values()]
         is_waste = rewards and len(equal) == len(batch.groups)
         mean = sum(rewards) / max(1, len(rewards))
         self._guard.judge({SKIPPED: "equal", "reward_mean": mean} if is_waste else {})
@@ -314,7 +314,7 @@ class Publisher:
 def _push(
     settings: TrainerSettings, client: SyncEnvClient | None
 ) -> LocalFull | VllmFull | Lora | Transfer:
-    engines = [one.strip() for one in settings.engine.split(",")]
+    engines = [url.strip() for url in settings.engine.split(",")]
     sends = settings.weights != "files" and not settings.lora_rank
     if engines == ["server"] and not (sends and client):
         raise ConfigError(

@@ -436,17 +436,17 @@ def prepare(
             name: stack.enter_context(replacing_path(path, sync=False))
             for name, path in files.items()
         }
-        one = stack.enter_context(partial["train"].open("w"))
+        trained = stack.enter_context(partial["train"].open("w"))
         other = stack.enter_context(partial["validation"].open("w"))
         for line in _lines(train, form, most_tokens, counts):
             aside = not validation and _is_aside(line, share, seed)
-            _write(line, other if aside else one)
+            _write(line, other if aside else trained)
             counts.train += not aside
             counts.validation += aside
         for line in _lines(validation, form, most_tokens, counts):
             _write(line, other)
             counts.validation += 1
-        one.flush()
+        trained.flush()
         other.flush()
         _check(counts, partial)
     return Prepared(files["train"], files["validation"] if counts.validation else None, counts)
@@ -457,7 +457,7 @@ def line_of(row: Json, place: str, form: Form, most_tokens: int) -> Json | str:
     conversation = read_row(row, place)
     assert isinstance(conversation, Conversation)
     if conversation.tools or any(
-        one["role"] == "tool" or one.get("tool_calls") for one in conversation.messages
+        message["role"] == "tool" or message.get("tool_calls") for message in conversation.messages
     ):
         return "tools"
     turns: list[tuple[str, str]] = []

@@ -97,7 +97,7 @@ class PromptCheck:
         """
         pairs = zip(self.logprobs[: self.size], found, strict=True)
         far = [abs(own - engines) for own, engines in pairs]
-        sized = [math.inf if math.isnan(one) else one for one in far]
+        sized = [math.inf if math.isnan(distance) else distance for distance in far]
         worst = max(sized)
         return worst, sized.index(worst)
 

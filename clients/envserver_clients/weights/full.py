@@ -87,7 +87,7 @@ class _Full(FolderPush):
                 if self._server is not None:
                     self._server.resume_calls(version)
                 self._agreed = True
-            kept = [one for one in self._folders.versions() if one <= version][-self._keep :]
+            kept = [saved for saved in self._folders.versions() if saved <= version][-self._keep :]
             self._folders.keep(kept)
             return self._published(version, found, phases, folder=folder)
 
@@ -272,7 +272,7 @@ class Lora(FolderPush):
 
     def _mend(self, engine: EngineControl) -> bool:
         there = set(engine.models())
-        lost = [one for one in self._loaded if self._model(one) not in there]
+        lost = [loaded for loaded in self._loaded if self._model(loaded) not in there]
         for version in reversed(lost):  # the current version first
             self._load(engine, version, self._loaded[version])
         if lost:
@@ -290,7 +290,7 @@ class Lora(FolderPush):
     ) -> float | None:
         if check is None:
             return None
-        old = max((one for one in self._loaded if one != version), default=None)
+        old = max((loaded for loaded in self._loaded if loaded != version), default=None)
         hint = (
             f"It is not published; {'nothing' if old is None else self._model(old)} is "
             "served as before. Compare the engine's base model and dtype with the trainer's, "
@@ -312,7 +312,7 @@ class Lora(FolderPush):
         self._quietly(f"take {self._model(version)} back", back)
 
     def _unload_old(self, version: int) -> None:
-        kept = set(sorted(one for one in self._loaded if one <= version)[-self._keep :])
+        kept = set(sorted(loaded for loaded in self._loaded if loaded <= version)[-self._keep :])
         needed = set(kept)
         try:
             for engine in self._engines:
@@ -321,14 +321,14 @@ class Lora(FolderPush):
             # An engine may still need any of the files.
             log.warning("old adapters stay until the next version: %s", error)
             return
-        self._loaded = {one: path for one, path in self._loaded.items() if one in needed}
+        self._loaded = {loaded: path for loaded, path in self._loaded.items() if loaded in needed}
         self._folders.keep(needed)
 
     def _unload_from(self, engine: EngineControl, kept: set[int]) -> set[int]:
         """Unloads adapters that are not in `kept` and that no call needs; returns those in use."""
         there = {int(found[1]) for found in map(self._named.fullmatch, engine.models()) if found}
         used = engine.adapters_in_use()
-        busy = {one for one in there | set(self._loaded) if self._model(one) in used}
+        busy = {known for known in there | set(self._loaded) if self._model(known) in used}
         for version in sorted(there - kept - busy):
             engine.unload_adapter(self._model(version))
         return busy

@@ -153,18 +153,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--use-raw", action="store_true", help=f"{RAW.repo}, not {ANNOTATED.repo}")
     parser.add_argument("--revision", help="another revision than the one that is known to work")
     parser.add_argument("--endpoint", help="address of another hub")
-    asked = parser.parse_args(arguments)
-    source = RAW if asked.use_raw else ANNOTATED
-    if asked.revision:
-        source = Source(source.repo, asked.revision)
+    options = parser.parse_args(arguments)
+    source = RAW if options.use_raw else ANNOTATED
+    if options.revision:
+        source = Source(source.repo, options.revision)
     try:
-        count = fetch(source, asked.output_dir, endpoint=asked.endpoint)
-        counts = summary(asked.output_dir)
+        count = fetch(source, options.output_dir, endpoint=options.endpoint)
+        counts = summary(options.output_dir)
     except EnvserverError as error:
         sys.stderr.write(f"Error: {error}\n")
         return 1
     sys.stdout.write(
-        f"{count} files of {source.repo} are in {asked.output_dir} as the hub has them: {counts}.\n"
+        f"{count} files of {source.repo} are in {options.output_dir} as the hub has them: "
+        f"{counts}.\n"
         "They are for evaluation: do not pass them on, and do not train on them.\n"
     )
     return 0

@@ -250,15 +250,15 @@ class Gaia(DataEnvironment):
         item = read_row({"Question": "?", **plain}, OWN, OWN, self.config.columns)
         return _task(item, 0)
 
-    def task_from_question(self, asked: Question) -> Task:
-        if not asked.question.strip():
+    def task_from_question(self, posed: Question) -> Task:
+        if not posed.question.strip():
             raise InputError("The question is empty.")
         item = GaiaQuestion(
             task_id="asked",
-            question=asked.question.strip(),
+            question=posed.question.strip(),
             level=1,
-            answer=asked.answer or "?",
-            attachment=asked.file,
+            answer=posed.answer or "?",
+            attachment=posed.file,
             solution=None,
         )
         return _task(item, int(self.config.max_file_mb * _MB))

@@ -278,9 +278,9 @@ def _turns(messages: Sequence[Message]) -> Iterator[tuple[bool, list[Message]]]:
     ends = [*starts, len(messages)][1:]
     for at, end in zip(starts, ends, strict=True):
         reply = list(messages[at + 1 : end])
-        asked = _text(messages[at - 1]) if at else ""
+        prompt = _text(messages[at - 1]) if at else ""
         planned = bool(reply) and _text(reply[0]).startswith(PLANNED)
-        yield planned or asked.endswith(PLAN), reply
+        yield planned or prompt.endswith(PLAN), reply
 
 
 def _outcome(reply: list[str]) -> Literal["fine", "malformed", "failed"]:

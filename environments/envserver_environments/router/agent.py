@@ -136,8 +136,8 @@ class _OwnRun:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._run, name)
 
-    async def chat(self, messages: list[Message], **asked: Any) -> Reply:
-        reply = await self._run.chat(messages, **{**asked, "agent": self._agent})
+    async def chat(self, messages: list[Message], **options: Any) -> Reply:
+        reply = await self._run.chat(messages, **{**options, "agent": self._agent})
         self.cut_off = reply.finish_reason == "length"
         return reply
 
@@ -155,7 +155,7 @@ def _printed(result: ExecResult) -> str:
 
 
 def _passages(documents: Sequence[dict[str, str]], query: str, top_k: int) -> str:
-    passages = [f"{one['title']}: {one['text']}" for one in documents]
+    passages = [f"{document['title']}: {document['text']}" for document in documents]
     best = BM25(passages).top(query, int(top_k))
     return "\n".join(passages[number] for number, _ in best) or "Nothing was found."
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any, Literal
@@ -95,8 +95,7 @@ def read_json(text: str) -> Any:
 def plan_of(value: Any) -> Plan:
     check_schema(value, _GRAPH)
     steps = tuple(
-        Step(step["id"], step["agent"], step["tool"], step["args"], tuple(step["depends_on"]))
-        for step in value["steps"]
+        Step(**{**step, "depends_on": tuple(step["depends_on"])}) for step in value["steps"]
     )
     for step in steps:
         check_tool(step)
@@ -112,16 +111,7 @@ def as_json(plan: Plan) -> Json:
     """`plan` as a model writes it: the inverse of `plan_of`."""
     return {
         "rationale": plan.rationale,
-        "steps": [
-            {
-                "id": step.id,
-                "agent": step.agent,
-                "tool": step.tool,
-                "args": dict(step.args),
-                "depends_on": list(step.depends_on),
-            }
-            for step in plan.steps
-        ],
+        "steps": [{**asdict(step), "depends_on": list(step.depends_on)} for step in plan.steps],
         "handoffs": [
             {"from": before, "to": after, "payload": payload}
             for (before, after), payload in plan.payloads.items()
@@ -277,12 +267,17 @@ def chain_of(plan: Plan) -> list[Step]:
     for step in plan.in_order():
         if merged and merged[-1].agent == step.agent:
             both = f"{_brief(merged[-1])}; then {_brief(step)}"
-            tool = next(iter(TOOLS[step.agent]))
-            argument = TOOLS[step.agent][tool]["required"][0]
-            merged[-1] = Step(step.id, step.agent, tool, {argument: both})
+            merged[-1] = first_tool_step(step.id, step.agent, both)
         else:
             merged.append(step)
     return merged
+
+
+def first_tool_step(name: str, agent: str, request: str, before: Sequence[Step] = ()) -> Step:
+    """A step with the agent's first tool, after the steps `before`."""
+    tool = next(iter(TOOLS[agent]))
+    argument = TOOLS[agent][tool]["required"][0]
+    return Step(name, agent, tool, {argument: request}, tuple(step.id for step in before))
 
 
 def _step(name: str, command: str, before: list[Step]) -> Step:
@@ -294,9 +289,7 @@ def _step(name: str, command: str, before: list[Step]) -> Step:
     agent, inside = agents[found[1]], found[2].strip()
     if agent == "search" and not _MODE.search(inside):
         raise PlanError("tool_args", f"{command[:80]!r} has no mode=web, mode=rag or mode=both.")
-    tool = next(iter(TOOLS[agent]))
-    argument = TOOLS[agent][tool]["required"][0]
-    step = Step(name, agent, tool, {argument: _said(agent, inside)}, tuple(s.id for s in before))
+    step = first_tool_step(name, agent, _said(agent, inside), before)
     check_tool(step)
     return step
 

@@ -131,13 +131,13 @@ class Router(DataEnvironment):
         shared = read_documents(SAMPLE_DOCUMENTS) if name == "sample" and path is None else []
         rows = DATA.rows(name, path, split, self.config.seed)
 
-        def task(row: Row, one: NumberedRow) -> Task:
+        def task(row: Row, numbered: NumberedRow) -> Task:
             problem = read_problem(row, self.config.columns)
             if not problem.query:
                 raise missing(row, ["query"])
             if not problem.documents:
                 problem = dataclasses.replace(problem, documents=list(shared))
-            return self._task(one.task_id(name), problem)
+            return self._task(numbered.task_id(name), problem)
 
         read = made(rows, task)
         return self.rows.usable(name_of(name, path), read)
@@ -170,12 +170,12 @@ class Router(DataEnvironment):
         said = {"plan": response, "repaired": last_plan(messages).repaired}
         return Result(output=said, messages=messages)
 
-    def task_from_question(self, asked: Question) -> Task:
+    def task_from_question(self, question: Question) -> Task:
         problem = Problem(
-            asked.question,
+            question.question,
             "graph",
-            documents=[] if asked.documents is None else read_documents(asked.documents),
-            answer=None if asked.answer is None else answer_of(asked.answer),
+            documents=[] if question.documents is None else read_documents(question.documents),
+            answer=None if question.answer is None else answer_of(question.answer),
         )
         task = self._task("question", problem)
         return Task(task.id, {**task.public, "runs": True}, task.hidden)

@@ -16,11 +16,20 @@ from envserver_records.tasks import Json
 from envserver import KnownResult, Message, Task
 
 from .agent import ROUTER
-from .course import MAX_STEPS, TOOLS, Plan, Step, as_json, course_of, plan_of
+from .course import (
+    COMMANDS,
+    MAX_STEPS,
+    TOOLS,
+    Plan,
+    Step,
+    as_json,
+    course_of,
+    first_tool_step,
+    plan_of,
+)
 from .scoring import FORM_SHARE, PLAN_SHARE, REPAIR_FACTOR, likeness
 
 _KNOWN = Known(plan="", program=None, repaired=False, cut_off=False, executed=False, answer=None)
-_FIRST_STEPS = (("math", "solve", "problem"), ("code", "write", "task"), ("search", "query", "q"))
 
 
 def demonstrate(task: Task, *, execute: bool) -> dict[str, list[Message]] | None:
@@ -46,9 +55,8 @@ def right_answer(task: Task) -> str | None:
 
 def _some_plan(task: Task) -> str:
     query = task.public["query"]
-    place = hashlib.sha256(query.encode()).digest()[0] % len(_FIRST_STEPS)
-    agent, tool, argument = _FIRST_STEPS[place]
-    step = Step("s1", agent, tool, {argument: query}, ())
+    agent = [*COMMANDS][hashlib.sha256(query.encode()).digest()[0] % len(COMMANDS)]
+    step = first_tool_step("s1", agent, query)
     plan = Plan((step,), {}, "s1", f"The query is one for {agent}.")
     form = as_json(plan) if task.public["profile"] == "graph" else course_of(plan, query)
     return json.dumps(form, ensure_ascii=False)
@@ -63,11 +71,6 @@ def _finding(agent: str, result: str) -> Message:
 ALMOST = 0.96
 """Maximum reward of any plan but the right one."""
 
-_TOOL = {
-    "math": ("solve", {"problem": "What is asked"}),
-    "code": ("write", {"task": "What is asked"}),
-    "search": ("query", {"q": "What is asked"}),
-}
 CONSTANT = (("search", "math", "code"), ("search", "math"), ("code",), ("search",))
 
 
@@ -172,8 +175,7 @@ def _other_plans(task: Task) -> Iterator[KnownResult]:
 def chain(agents: tuple[str, ...]) -> Plan:
     steps: list[Step] = []
     for number, agent in enumerate(agents):
-        tool, args = _TOOL[agent]
-        steps.append(Step(f"s{number}", agent, tool, args, tuple(s.id for s in steps[-1:])))
+        steps.append(first_tool_step(f"s{number}", agent, "What is asked", steps[-1:]))
     return _plan(steps)
 
 

@@ -142,10 +142,10 @@ def read_documents(path: Path) -> list[dict[str, str]]:
 
 
 def checked_documents(found: Any, where: str) -> list[dict[str, str]]:
-    if not isinstance(found, list) or not all(_is_document(one) for one in found):
+    if not isinstance(found, list) or not all(_is_document(document) for document in found):
         hint = 'A list is needed of {"title": ..., "text": ...}.'
         raise InputError(f"{where} holds no documents.", hint=hint)
-    return [{"title": one["title"], "text": one["text"]} for one in found]
+    return [{"title": document["title"], "text": document["text"]} for document in found]
 
 
 def public_part(problem: Problem, profile: Profile) -> Json:
@@ -183,7 +183,7 @@ def _answer(value: Any) -> Json | None:
         case str() | int() | float():
             return answer_of(str(value))
         case {"kind": "number" | "text", "answers": [str() | int() | float(), *_] as answers}:
-            return {**value, "answers": [str(one) for one in answers]}
+            return {**value, "answers": [str(answer) for answer in answers]}
         case {"kind": "function", "entry_point": str(), "tests": list()}:
             return {"code": None, **value}
     raise InputError("The row's answer cannot be checked.")
@@ -192,8 +192,8 @@ def _answer(value: Any) -> Json | None:
 def _plain(value: Any) -> Any:
     """The value without nulls: in a table, objects have the fields of all rows."""
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items() if one is not None}
-    return [_plain(one) for one in value] if isinstance(value, list) else value
+        return {name: _plain(item) for name, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_document(value: Any) -> bool:

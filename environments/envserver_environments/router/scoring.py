@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from envserver_environments.answers import text_in
@@ -70,17 +71,17 @@ def _edges(plan: Plan) -> set[tuple[int, int]]:
     return {(place[name], place[step.id]) for step in plan.steps for name in step.depends_on}
 
 
-def _halves(one: Step, other: Step) -> int:
-    if one.agent != other.agent:
+def _halves(step: Step, other: Step) -> int:
+    if step.agent != other.agent:
         return 0
-    return 2 if one.tool == other.tool else 1
+    return 2 if step.tool == other.tool else 1
 
 
-def _step_likeness(one: Step, gold: Step) -> float:
-    given, wanted = _request(one), _request(gold)
+def _step_likeness(step: Step, gold: Step) -> float:
+    given, wanted = _request(step), _request(gold)
     if given == wanted:
         return 1.0
-    if one.tool == gold.tool == "calculate":
+    if step.tool == gold.tool == "calculate":
         result = calculate(wanted)
         if not result.startswith("error"):
             return float(calculate(given) == result)
@@ -93,6 +94,11 @@ def _request(step: Step) -> str:
     return str(step.args.get(TOOLS[step.agent][step.tool]["required"][0], ""))
 
 
+def _sums_of_rest(values: list[int]) -> list[int]:
+    """The sum of `values` from each place on."""
+    return [*accumulate(reversed(values), initial=0)][::-1]
+
+
 class _Search:
     """Searches all maps, step by step; skips branches that cannot become the best."""
 
@@ -103,17 +109,13 @@ class _Search:
         edges: set[tuple[int, int]],
         gold_edges: set[tuple[int, int]],
     ) -> None:
-        self._worth = [[_halves(one, other) for other in gold] for one in steps]
-        self._alike = [[_step_likeness(one, other) for other in gold] for one in steps]
+        self._worth = [[_halves(step, other) for other in gold] for step in steps]
+        self._alike = [[_step_likeness(step, other) for other in gold] for step in steps]
         # Upper bounds of what the remaining steps can add.
-        self._rest = [0] * (len(steps) + 1)
-        for number in reversed(range(len(steps))):
-            self._rest[number] = self._rest[number + 1] + max(self._worth[number])
+        self._rest = _sums_of_rest([max(worth) for worth in self._worth])
         # An edge is decided at its later end.
         self._decided = [[e for e in edges if max(e) == number] for number in range(len(steps))]
-        self._open = [0] * (len(steps) + 1)
-        for number in reversed(range(len(steps))):
-            self._open[number] = self._open[number + 1] + len(self._decided[number])
+        self._open = _sums_of_rest([len(decided) for decided in self._decided])
         self._gold_edges = gold_edges
         self._map: list[int | None] = []
         self._best = (0, 0, 0.0)
@@ -222,13 +224,7 @@ async def outcome(task: Task, model_plan: ModelPlan, sandboxes: Sandboxes | None
 def _components(alike: Likeness | None, *, valid: float) -> dict[str, float]:
     if alike is None:
         return {"valid": valid}
-    return {
-        "valid": valid,
-        "node_f1": alike.node_f1,
-        "edge_f1": alike.edge_f1,
-        "arguments": alike.arguments,
-        "plan": alike.score,
-    }
+    return {"valid": valid, **asdict(alike), "plan": alike.score}
 
 
 def _reward(components: dict[str, float]) -> float | None:

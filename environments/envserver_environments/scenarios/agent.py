@@ -97,7 +97,7 @@ async def work(
                     record=done,
                     seed=public["seed"],
                 )
-            checks = [await run_check(sandbox, one, done.answer) for one in checks_in(public)]
+            checks = [await run_check(sandbox, check, done.answer) for check in checks_in(public)]
         except LimitReached as limit:
             done.note("error", f"limit: {limit.message}")
         except TimeoutError:
@@ -167,7 +167,7 @@ def counter(tokenizer: Any | None) -> Callable[[list[Message]], int]:
 
 
 def checks_in(public: Json) -> list[Check]:
-    return [Check.model_validate(one) for one in public["checks"]]
+    return [Check.model_validate(check) for check in public["checks"]]
 
 
 async def run_check(sandbox: Sandbox, check: Check, answer: str | None) -> Json:
@@ -218,4 +218,4 @@ async def checks_of_patch(public: Json, output: Json, sandboxes: Sandboxes) -> l
     answer = output.get("answer")
     words = answer if isinstance(answer, str) else None
     async with sandboxes.open(structs.replace(SPEC, archive=tar_of(tree))) as sandbox:
-        return [await run_check(sandbox, one, words) for one in checks_in(public)]
+        return [await run_check(sandbox, check, words) for check in checks_in(public)]

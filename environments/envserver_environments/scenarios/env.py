@@ -118,7 +118,7 @@ class Scenarios(Environment):
             for check in (checks if isinstance(checks, list) else ())
             if isinstance(check, dict)
         ]
-        parts = {f"check_{number}": float(one) for number, one in enumerate(passed, 1)}
+        parts = {f"check_{number}": float(score) for number, score in enumerate(passed, 1)}
         share = sum(passed) / len(task.public["checks"])
         return Score(reward=share, components=parts)
 

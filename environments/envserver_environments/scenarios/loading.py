@@ -55,7 +55,9 @@ class Check(_Part):
 
     @property
     def _texts(self) -> bool:
-        return any(one is not None for one in (self.contains, self.matches, self.equals))
+        return any(
+            condition is not None for condition in (self.contains, self.matches, self.equals)
+        )
 
     @property
     def title(self) -> str:
@@ -94,7 +96,7 @@ class Scenario(_Part):
 def read_scenario(path: Path) -> tuple[Scenario, Tree]:
     """Reads the scenario at `path`, or of this name in `scenarios/` or here; and its workspace."""
     named = (path, Path("scenarios") / path, SAMPLE / f"{path}.yaml")
-    path = next((one for one in named if one.exists()), path)
+    path = next((candidate for candidate in named if candidate.exists()), path)
     if path.is_dir():
         inside = path / "scenario.yaml"
         if not inside.is_file():

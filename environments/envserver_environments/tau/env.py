@@ -136,7 +136,7 @@ class Tau(DataEnvironment):
     def score(self, task: Task, result: Result) -> Score:
         output = result.output
         said = output.get("messages") if isinstance(output, dict) else None
-        if not isinstance(said, list) or not all(isinstance(one, dict) for one in said):
+        if not isinstance(said, list) or not all(isinstance(message, dict) for message in said):
             return Score(reward=0.0, metrics={"no_conversation": 1.0})
         domain, known, recorded = self._meant(task)
         rules = self._rules if recorded is None else recorded.rules
@@ -166,8 +166,7 @@ class Tau(DataEnvironment):
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         domain, known, _ = self._meant(task)
-        criteria = known.evaluation_criteria
-        count = len((criteria.nl_assertions if criteria else None) or ())
+        count = len(known.criteria.nl_assertions or ())
         return KnownConversations(
             domain,
             known,
@@ -185,23 +184,23 @@ class Tau(DataEnvironment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"messages": messages}, messages=messages)
 
-    def task_from_question(self, asked: Question) -> Task:
-        context = _text_of(asked.context) if asked.context is not None else ""
+    def task_from_question(self, question: Question) -> Task:
+        context = _text_of(question.context) if question.context is not None else ""
         script = [
-            {"if": f"^{re.escape(GREETING)}$", "say": asked.question},
+            {"if": f"^{re.escape(GREETING)}$", "say": question.question},
             {"if": "always", "say": STOP},
         ]
         public = {
-            "domain": self._subdomain(asked.subdomain),
-            "task": {"id": "question", "user_scenario": {"instructions": asked.question}},
-            "question": asked.question,
+            "domain": self._subdomain(question.subdomain),
+            "task": {"id": "question", "user_scenario": {"instructions": question.question}},
+            "question": question.question,
             "user_script": script,
             "judged": False,
             "context": context,
         }
         criteria: Json = {"reward_basis": ["COMMUNICATE"]}
-        criteria["communicate_info"] = [] if asked.answer is None else [asked.answer]
-        key = hashlib.blake2b(asked.question.encode(), digest_size=6).hexdigest()
+        criteria["communicate_info"] = [] if question.answer is None else [question.answer]
+        key = hashlib.blake2b(question.question.encode(), digest_size=6).hexdigest()
         return Task(f"question-{key}", public, {"criteria": criteria, "strict": True})
 
     @property
@@ -320,8 +319,8 @@ def _task_of(domain: Domain, task_id: str) -> TauTask:
 
 
 def _needs_judge(task: TauTask) -> bool:
-    criteria = task.evaluation_criteria
-    return bool(criteria and criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
+    criteria = task.criteria
+    return bool(criteria.nl_assertions and "NL_ASSERTION" in criteria.reward_basis)
 
 
 def _text_of(path: Path) -> str:

@@ -223,7 +223,7 @@ def evaluate(
     scope = _scope(evaluation_type, criteria)
     found = Evaluation(1.0, basis=scope.basis)
     if "ENV" in scope.parts:
-        _look_at_env(found, domain, task, criteria, messages)
+        _look_at_env(found, domain, task, messages)
     if "ACTION" in scope.parts:
         found.action_matches = action_matches(criteria.actions or (), messages, strictness)
         found.components["ACTION"] = float(all(found.action_matches))
@@ -237,7 +237,7 @@ def evaluate(
         found.components["NL_ASSERTION"] = float(all(found.nl))
     counting = set(scope.counting)
     if strictness is Strictness.STRICT:
-        counting |= _strict_components(found, domain, task, criteria, messages, counting)
+        counting |= _strict_components(found, domain, task, messages, counting)
     found.components = {name: found.components[name] for name in found.components.keys() & counting}
     found.reward = math.prod(found.components.values())
     return found
@@ -247,9 +247,7 @@ def pays_for_nothing(domain: Domain, task: TauTask) -> bool:
     """Would tau2-bench give the whole reward to an assistant that does and says nothing? A judge is
     taken to find that nothing was achieved."""
     criteria = task.evaluation_criteria
-    if criteria is None:
-        return True
-    return _needs_nothing(domain, task, criteria, criteria.reward_basis)
+    return criteria is None or _needs_nothing(domain, task, criteria.reward_basis)
 
 
 @dataclass(frozen=True)
@@ -283,12 +281,9 @@ def _scope(evaluation_type: EvaluationType, criteria: Criteria) -> _Scope:
 
 
 def _look_at_env(
-    found: Evaluation,
-    domain: Domain,
-    task: TauTask,
-    criteria: Criteria,
-    messages: Sequence[TauMessage],
+    found: Evaluation, domain: Domain, task: TauTask, messages: Sequence[TauMessage]
 ) -> None:
+    criteria = task.criteria
     if criteria.actions is None and criteria.env_assertions is None:
         found.db_match = True
         return
@@ -343,22 +338,20 @@ def _strict_components(
     found: Evaluation,
     domain: Domain,
     task: TauTask,
-    criteria: Criteria,
     messages: Sequence[TauMessage],
     counting: Collection[str],
 ) -> set[str]:
-    said = {"COMMUNICATE"} if criteria.communicate_info else set()
+    said = {"COMMUNICATE"} if task.criteria.communicate_info else set()
     found.components["BRIEF"] = float(is_brief(messages))
     found.components["PROOF"] = 1.0
-    if _needs_nothing(domain, task, criteria, {*counting, *said}):
-        found.components["PROOF"] = float(is_proof_of_work(criteria, messages))
+    if _needs_nothing(domain, task, {*counting, *said}):
+        found.components["PROOF"] = float(is_proof_of_work(task.criteria, messages))
     return {*said, "BRIEF", "PROOF"}
 
 
-def _needs_nothing(
-    domain: Domain, task: TauTask, criteria: Criteria, counting: Collection[str]
-) -> bool:
+def _needs_nothing(domain: Domain, task: TauTask, counting: Collection[str]) -> bool:
     """Returns whether a conversation without any action or message meets all conditions."""
+    criteria = task.criteria
     if "ACTION" in counting and criteria.actions:
         return False
     if "COMMUNICATE" in counting and criteria.communicate_info:
@@ -366,7 +359,7 @@ def _needs_nothing(
     if "NL_ASSERTION" in counting and criteria.nl_assertions:
         return False
     nothing = Evaluation(1.0)
-    _look_at_env(nothing, domain, task, criteria, task.history)
+    _look_at_env(nothing, domain, task, task.history)
     return all(
         nothing.components.get(name, 1.0) for name in ("DB", "ENV_ASSERTION") if name in counting
     )
@@ -469,10 +462,7 @@ def _metrics(
         "tool_errors": float(sum(bool(result.get("error")) for _, result in made)),
         "upstream_crashes": float(found.upstream_error is not None),
     }
-    criteria = task.evaluation_criteria
-    gold = [
-        action for action in (criteria.actions if criteria else None) or () if mutates(action.name)
-    ]
+    gold = [action for action in task.criteria.actions or () if mutates(action.name)]
     writes = [call for call, result in made if not result.get("error") and mutates(call["name"])]
     metrics["unconfirmed_writes"] = float(len(unconfirmed_writes(messages, mutates)))
     same = [[same_call(a, call, Strictness.STRICT) for call in writes] for a in gold]
@@ -499,8 +489,8 @@ def verdicts(judge: Judge, assertions: Sequence[str], messages: Sequence[TauMess
     """Returns whether each assertion is met; without assertions no model is called."""
     if not assertions:
         return []
-    asked = judge_messages(assertions, messages)
-    return judge.ask_blocking(asked, lambda text: read_verdicts(text, len(assertions)))
+    prompt = judge_messages(assertions, messages)
+    return judge.ask_blocking(prompt, lambda text: read_verdicts(text, len(assertions)))
 
 
 def read_verdicts(text: str, count: int) -> list[bool]:
@@ -512,4 +502,4 @@ def read_verdicts(text: str, count: int) -> list[bool]:
         raise ValueError(str(error)) from error
     if len(read.results) != count:
         raise ValueError(f"{len(read.results)} verdicts, not {count}")
-    return [one.met for one in read.results]
+    return [result.met for result in read.results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,8 +66,7 @@ def demonstrate(
 
 
 def expected_actions(world: World, task: TauTask) -> list[Action]:
-    criteria = task.evaluation_criteria
-    expected = list((criteria.actions if criteria else None) or ())
+    expected = list(task.criteria.actions or ())
     return expected or [Action(name=name, arguments={}) for name in _plain_reads(world)][:1]
 
 
@@ -108,16 +107,16 @@ class _Play:
             self._ask_customer()
 
     def _ask_customer(self) -> None:
-        asked = [self._actions.popleft()]
+        actions = [self._actions.popleft()]
         if self._customer is None:
             while self._actions and self._actions[0].requestor == "user":
-                asked.append(self._actions.popleft())
-            self._his_turns += [assistant_calls((a.name, a.arguments)) for a in asked]
+                actions.append(self._actions.popleft())
+            self._his_turns += [assistant_calls((a.name, a.arguments)) for a in actions]
             self._his_turns.append(text_message("Done."))
-            names = ", ".join(action.name for action in asked)
+            names = ", ".join(action.name for action in actions)
             self._say(text_message(f"Please do this at your side: {names}."), self.done.agent)
             return
-        place = next((p for p, rule in enumerate(self._script) if _does(rule, asked[0])), None)
+        place = next((p for p, rule in enumerate(self._script) if _does(rule, actions[0])), None)
         if place is None:
             return
         while self._actions and _does(self._script[place], self._actions[0]):
@@ -125,8 +124,7 @@ class _Play:
         self._tell(words_for(self._script, [place], "Please have a look at this: {words}."))
 
     def _close(self) -> None:
-        criteria = self._episode.task.evaluation_criteria
-        info = ", ".join((criteria.communicate_info if criteria else None) or ())
+        info = ", ".join(self._episode.task.criteria.communicate_info or ())
         ending = [
             place
             for place, rule in enumerate(self._script)
@@ -212,15 +210,11 @@ class KnownConversations:
     strict: bool
     verdicts: list[bool] | None
 
-    @property
-    def criteria(self) -> Criteria:
-        return self.task.evaluation_criteria or Criteria()
-
     def played(self, actions: Sequence[Action] | None = None) -> Demonstration:
         return demonstrate(self.domain, self.task, self.script, self.rules, actions=actions)
 
     def all(self) -> Iterator[KnownResult]:
-        criteria, played = self.criteria, self.played()
+        criteria, played = self.task.criteria, self.played()
         gold = played.messages
         if played.ending == "user_stop" and _is_fulfilled(criteria, played.world):
             yield self._known("gold", gold, least=1.0, most=1.0)
@@ -228,7 +222,8 @@ class KnownConversations:
             if self.verdicts:
                 yield self._known("gold, the judge disagrees", gold, unmet=True)
             if self.strict:
-                flooded = _flooded(gold, len(self.task.history))
+                flood = " word" * (MAX_SAID_CHARACTERS // 5 + 1)
+                flooded = _rewritten(gold, lambda said: said + flood, len(self.task.history))
                 yield self._known("gold, and a flood of words", flooded)
             said = self.strict or "COMMUNICATE" in criteria.reward_basis
             if criteria.communicate_info and said:
@@ -240,19 +235,19 @@ class KnownConversations:
 
     def _short_ones(self) -> Iterator[KnownResult]:
         free = pays_for_nothing(self.domain, self.task)
-        asked = [_said("assistant", GREETING), _said("user", opening(self.task))]
+        opened = [_said("assistant", GREETING), _said("user", opening(self.task))]
         lazy = float(free and not self.strict)
         for name, words in (("nothing done", "I am sorry."), ("promises", "All of it is done.")):
-            ended = [*asked, _said("assistant", words), _said("user", STOP)]
+            ended = [*opened, _said("assistant", words), _said("user", STOP)]
             yield self._known(name, ended, most=lazy, unmet=True)
-        stopped = [*asked, _said("assistant", STOP)]
+        stopped = [*opened, _said("assistant", STOP)]
         yield self._known("the assistant ends it", stopped, unmet=True)
         if self.domain.world().tool(HAND_OVER) is None:
             return
-        handed = [action.name == HAND_OVER for action in self.criteria.actions or ()]
+        handed = [action.name == HAND_OVER for action in self.task.criteria.actions or ()]
         # Strictly, too, it is right where nothing else is expected.
         right = all(handed) if handed else free
-        right = right or (free and any(handed) and "ACTION" not in self.criteria.reward_basis)
+        right = right or (free and any(handed) and "ACTION" not in self.task.criteria.reward_basis)
         arguments = {"summary": "A customer."}
         call = {"id": "h", "name": HAND_OVER, "arguments": arguments}
         result = Episode(self.domain, self.task).world.call("assistant", HAND_OVER, arguments)
@@ -263,7 +258,7 @@ class KnownConversations:
             _said("user", TRANSFER),
         ]
         most = float(right or (free and not self.strict))
-        yield self._known("handed over at once", [*asked, *over], most=most, unmet=True)
+        yield self._known("handed over at once", [*opened, *over], most=most, unmet=True)
 
     def _hidden_words(
         self, gold: Sequence[TauMessage], expected: Sequence[str]
@@ -316,8 +311,9 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
     """Is all that is asserted true after the expected actions? In tau2-bench's mock it is not."""
     try:
         return world is not None and all(
-            world.run_function(one.env_type, one.func_name, one.arguments) == one.assert_value
-            for one in criteria.env_assertions or ()
+            world.run_function(assertion.env_type, assertion.func_name, assertion.arguments)
+            == assertion.assert_value
+            for assertion in criteria.env_assertions or ()
         )
     except Exception:  # noqa: BLE001 - assertions may raise anything
         return False
@@ -325,20 +321,19 @@ def _is_fulfilled(criteria: Criteria, world: World | None) -> bool:
 
 def _strange_write(domain: Domain, task: TauTask) -> Action | None:
     """Returns another task's write that changes the data after this task."""
-    criteria = task.evaluation_criteria or Criteria()
-    done = expected_world(domain, task, criteria)
+    done = expected_world(domain, task, task.criteria)
     tried = 0
     for row in domain.tasks.values():
         other = read_task(row)
-        if other.id == task.id or other.evaluation_criteria is None:
+        if other.id == task.id:
             continue
-        for action in other.evaluation_criteria.actions or ():
+        for action in other.criteria.actions or ():
             if action.requestor != "assistant" or not _is_write(done, action):
                 continue
             tried += 1
             if tried > _MOST_STRANGE_WRITES:
                 return None
-            world = expected_world(domain, task, criteria)
+            world = expected_world(domain, task, task.criteria)
             result = world.call("assistant", action.name, action.arguments)
             if not result.error and not world.same_as(done):
                 return action
@@ -350,27 +345,24 @@ def _is_write(world: World, action: Action) -> bool:
     return action.requestor == "assistant" and tool is not None and tool.mutates
 
 
-def _flooded(messages: Sequence[TauMessage], begun: int) -> list[TauMessage]:
-    flood = " word" * (MAX_SAID_CHARACTERS // 5 + 1)
-    return [
-        {**message, "content": message["content"] + flood}
-        if place >= begun and message["role"] == "assistant" and has_text(message)
-        else message
-        for place, message in enumerate(messages)
-    ]
-
-
 def _replaced(messages: Sequence[TauMessage], texts: Sequence[str], form: str) -> list[TauMessage]:
     def changed(content: str) -> str:
         for text in texts:
             content = content.replace(text, form.format(text))
         return content
 
+    return _rewritten(messages, changed)
+
+
+def _rewritten(
+    messages: Sequence[TauMessage], change: Callable[[str], str], begun: int = 0
+) -> list[TauMessage]:
+    """The messages, with changed texts of the assistant from place `begun` on."""
     return [
-        {**message, "content": changed(message["content"])}
-        if message["role"] == "assistant" and has_text(message)
+        {**message, "content": change(message["content"])}
+        if place >= begun and message["role"] == "assistant" and has_text(message)
         else message
-        for message in messages
+        for place, message in enumerate(messages)
     ]
 
 

@@ -79,6 +79,10 @@ class TauTask(BaseModel):
     user_tools: list[str] | None = None
 
     @property
+    def criteria(self) -> Criteria:
+        return self.evaluation_criteria or Criteria()
+
+    @property
     def history(self) -> list[TauMessage]:
         messages = self.initial_state.message_history if self.initial_state else None
         return [message_of_row(message, number) for number, message in enumerate(messages or [])]

@@ -139,13 +139,13 @@ def _several(value: str | list[Any] | None, fps: float) -> list[Line]:
     if isinstance(value, str) and (cues := _CUE.findall(value.replace("\r\n", "\n"))):
         value = [{"t0": t0, "t1": t1, "text": _TAG.sub("", text)} for t0, t1, text in cues]
     if not isinstance(value, str):
-        return _placed([_raw_line(one) for one in value or []], fps)
+        return _placed([_raw_line(raw) for raw in value or []], fps)
     raw_lines = [_of_text(raw) for raw in value.splitlines() if raw.strip()]
-    if any(one.t0 is not None for one in raw_lines):
+    if any(line.t0 is not None for line in raw_lines):
         last = 0.0
-        for place, one in enumerate(raw_lines):
-            last = last if one.t0 is None else one.t0
-            raw_lines[place] = replace(one, t0=last)
+        for place, line in enumerate(raw_lines):
+            last = last if line.t0 is None else line.t0
+            raw_lines[place] = replace(line, t0=last)
     return _placed(raw_lines, fps)
 
 
@@ -189,11 +189,11 @@ def _seconds(time: Any) -> float | None:
 
 
 def _placed(raw_lines: list[_RawLine], fps: float, end: float = 0.0) -> list[Line]:
-    starts = [place / fps if one.t0 is None else one.t0 for place, one in enumerate(raw_lines)]
+    starts = [place / fps if line.t0 is None else line.t0 for place, line in enumerate(raw_lines)]
     if not all(math.isfinite(start) and start >= 0 for start in starts):
         raise ValueError("a time is before the start, or none at all")
     order = sorted(
-        (place for place, one in enumerate(raw_lines) if one.text), key=starts.__getitem__
+        (place for place, line in enumerate(raw_lines) if line.text), key=starts.__getitem__
     )
     lines = []
     for place, after in zip_longest(order, order[1:]):

@@ -79,7 +79,7 @@ def single_rows(row: Row) -> list[Row]:
     """The rows of a row with several questions (CLEVRER, PerceptionTest); a question of which
     several options are right, or none, is asked once for each option."""
     inner = "questions" if "questions" in row else "mc_question"
-    return [single for one in rows_within(row, inner) for single in _judged(one)]
+    return [single for inner_row in rows_within(row, inner) for single in _judged(inner_row)]
 
 
 def _judged(row: Row) -> list[Row]:
@@ -303,9 +303,9 @@ class Videos:
 def _by_video(place: Path) -> Json:
     roles = {"video": ROLES["video"], "context": (*ROLES["context"], *MODALITIES, "text")}
     found = [roles_of(row, roles, {}) for row in every_row(place)]
-    if not all(len(one) == len(roles) for one in found):
+    if not all(len(videos) == len(roles) for videos in found):
         raise ConfigError(f"{place} holds no captions by video.", hint="See the room's README.")
-    return {text_of(one["video"]): one["context"] for one in found}
+    return {text_of(video["video"]): video["context"] for video in found}
 
 
 def _json_of(path: Path) -> Any:

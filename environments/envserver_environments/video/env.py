@@ -176,15 +176,15 @@ class Video(DataEnvironment):
         answers, videos, folder = answers_file(config.answers_path), self._videos(), self._folder()
         files = None if folder is None else Folder(folder)
         source = DATA_SETS.rows(config.data_set, config.data_path, split, config.seed)
-        rows = (one for whole in source for one in whole.parts(single_rows))
+        rows = (part for whole in source for part in whole.parts(single_rows))
 
         def read(row: Row, first: FirstOption) -> VideoQuestion:
             return read_item(row, answers, config.columns, first)
 
         first = first_option(config.first_option, config.data_path, split, read, single_rows)
 
-        def task(row: Row, one: NumberedRow) -> Task:
-            return self._task(one.task_id(config.data_set), read(row, first), videos, files)
+        def task(row: Row, numbered: NumberedRow) -> Task:
+            return self._task(numbered.task_id(config.data_set), read(row, first), videos, files)
 
         name = config.data_path.name if config.data_path else config.data_set
         return self.rows.usable(name, made(rows, task), hint=_HOW_TO_GIVE)
@@ -216,17 +216,19 @@ class Video(DataEnvironment):
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
         return Result(output={"answer": _finished(messages), "text": response}, messages=messages)
 
-    def task_from_question(self, asked: Question) -> Task:
-        context = context_file(asked.video_ctx, self.config.caption_fps)
+    def task_from_question(self, question: Question) -> Task:
+        context = context_file(question.video_ctx, self.config.caption_fps)
         row = {
-            "question": asked.question,
-            "video": asked.video_ctx.stem,
-            "options": asked.options,
+            "question": question.question,
+            "video": question.video_ctx.stem,
+            "options": question.options,
             # A question may come without an answer; then it is not scored.
-            "answer": asked.answer if asked.answer is not None else (0 if asked.options else "?"),
+            "answer": question.answer
+            if question.answer is not None
+            else (0 if question.options else "?"),
         }
         item = read_item(row)
-        return _task(asked.video_ctx.stem, item, context, list(range(len(item.options))))
+        return _task(question.video_ctx.stem, item, context, list(range(len(item.options))))
 
     def _videos(self) -> Videos | None:
         config = self.config

@@ -88,14 +88,14 @@ def _decides(task: Task, answer: str) -> Message:
 
 
 def _asks(experts: Iterable[str], answer: str, protocol: Protocol) -> list[Message]:
-    asked = [
+    messages = [
         _calls("route", {"next": name, "comment": "What do you find?"}, protocol)
         for name in experts
     ]
     if protocol == "text":
-        return [*asked, _ends(answer, protocol)]
+        return [*messages, _ends(answer, protocol)]
     final = {"next": FINAL_ANSWER, "comment": "That is what they read.", "answer": answer}
-    return [*asked, _calls("route", final, protocol)]
+    return [*messages, _calls("route", final, protocol)]
 
 
 def _calls(name: str, arguments: Json, protocol: Protocol) -> Message:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from envserver_records.tasks import Json
@@ -210,15 +211,13 @@ class _Team:
         return answer
 
 
+@dataclass
 class _Star:
-    def __init__(
-        self, run: Rollout, question: str, experts: Mapping[str, Agent], max_rounds: int
-    ) -> None:
-        self._run = run
-        self._question = question
-        self._experts = experts
-        self._rounds_left = max_rounds
-        self.answers: dict[str, AgentAnswer] = {}
+    run: Rollout
+    question: str
+    experts: Mapping[str, Agent]
+    rounds_left: int
+    answers: dict[str, AgentAnswer] = field(default_factory=dict)
 
     def route(self) -> Tool:
         """The tool `route`; it raises Finished with the final answer."""
@@ -226,7 +225,7 @@ class _Star:
             "route",
             "Asks an expert, or gives the final answer.",
             {
-                "next": {"type": "string", "enum": [*self._experts, FINAL_ANSWER]},
+                "next": {"type": "string", "enum": [*self.experts, FINAL_ANSWER]},
                 "comment": {
                     "type": "string",
                     "maxLength": MAX_COMMENT_CHARACTERS,
@@ -243,25 +242,25 @@ class _Star:
         return Tool(description, self._route)
 
     async def _route(self, next: str, comment: str, answer: str | None = None) -> str:
-        self._run.log_action("organize", {"next": next, "comment": comment}, answer)
+        self.run.log_action("organize", {"next": next, "comment": comment}, answer)
         if next == FINAL_ANSWER:
             raise Finished(comment if answer is None else answer)
         if answer is not None:
             raise ToolError(f"answer goes with {FINAL_ANSWER} only.")
         known = next in self.answers
-        question = comment if known else f"{self._question}\n\n{comment}".strip()
-        report = await self._experts[next].ask(question)
+        question = comment if known else f"{self.question}\n\n{comment}".strip()
+        report = await self.experts[next].ask(question)
         self.answers[next] = report
-        self._run.log_action("expert_report", {"agent": next}, report.words)
-        self._run.log_metric("experts_asked", float(len(self.answers)))
-        self._rounds_left -= 1
-        last = "\n(Your next message must give the final answer.)" if self._rounds_left == 1 else ""
+        self.run.log_action("expert_report", {"agent": next}, report.words)
+        self.run.log_metric("experts_asked", float(len(self.answers)))
+        self.rounds_left -= 1
+        last = "\n(Your next message must give the final answer.)" if self.rounds_left == 1 else ""
         return cut(report.words or _NO_ANSWER) + last
 
 
-async def together(asked: list[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(coroutines: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Awaits all of them concurrently; if one raises, the others are cancelled first."""
-    tasks = [asyncio.ensure_future(one) for one in asked]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
     finally:

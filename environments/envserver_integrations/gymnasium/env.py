@@ -36,6 +36,11 @@ from ..answers import Answer, action_of
 
 _ESCAPE = re.compile(r"\x1b\[([0-9;]*)m")
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_TAGS = {
+    first + number: prefix + colour
+    for first, prefix in ((30, ""), (40, "on-"), (90, ""), (100, "on-"))
+    for number, colour in enumerate(_COLOURS)
+}
 
 
 class BadAction(Exception):
@@ -50,21 +55,13 @@ def plain(rendered: str) -> str:
     for found in _ESCAPE.finditer(rendered):
         parts.append(rendered[at : found.start()])
         at = found.end()
-        names = [name for code in found[1].split(";") if (name := _colour(code))]
+        names = [name for code in found[1].split(";") if (name := _TAGS.get(int(code or 0)))]
         if not names:  # the end of a colour
             parts += [f"</{name}>" for name in reversed(opened)]
             opened.clear()
         parts += [f"<{name}>" for name in names]
         opened += names
     return "".join([*parts, rendered[at:]]).strip("\n")
-
-
-def _colour(code: str) -> str | None:
-    number = int(code or 0)
-    for first, prefix in ((30, ""), (40, "on-"), (90, ""), (100, "on-")):
-        if first <= number < first + len(_COLOURS):
-            return prefix + _COLOURS[number - first]
-    return None
 
 
 def as_text(observation: Any) -> str:
@@ -133,7 +130,7 @@ def _converted(space: Any, value: Any) -> Any:
     if kind == "Dict":
         return {key: _converted(part, value[key]) for key, part in space.spaces.items()}
     if kind == "Tuple":
-        return tuple(_converted(part, one) for part, one in zip(space.spaces, value, strict=True))
+        return tuple(_converted(part, item) for part, item in zip(space.spaces, value, strict=True))
     if kind == "Discrete":
         return int(value)
     if kind == "Text":
@@ -142,8 +139,8 @@ def _converted(space: Any, value: Any) -> Any:
 
 
 def _kind(space: Any) -> str:
-    own = (one for one in type(space).__mro__ if one.__module__.startswith("gymnasium.spaces"))
-    return next((one.__name__ for one in own), "")
+    own = (kind for kind in type(space).__mro__ if kind.__module__.startswith("gymnasium.spaces"))
+    return next((kind.__name__ for kind in own), "")
 
 
 class Known(NamedTuple):
@@ -288,7 +285,7 @@ class Gymnasium(Environment):
 
     def score(self, task: Task, result: Result) -> Score:
         played = isinstance(result.output, dict) and "return" in result.output
-        earned = sum(one.value for one in result.turn_rewards)
+        earned = sum(reward.value for reward in result.turn_rewards)
         if not played and result.limit is None:  # nothing that a rollout returns
             return Score(reward=-earned)
         reached = min(max(earned - self._low / self._width, 0.0), 1.0)

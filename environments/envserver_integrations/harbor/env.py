@@ -175,31 +175,31 @@ class Harbor(Environment):
             return None
         return [call_message("bash", command=solution), text_message("It is done.")]
 
-    def _task(self, one: HarborTask) -> Task:
-        image = one.image or self.config.image_name.format(name=one.name)
+    def _task(self, task: HarborTask) -> Task:
+        image = task.image or self.config.image_name.format(name=task.name)
         if not self.config.images:
-            if one.needs_image:
-                raise InputError(f"{one.name} needs an image: {one.needs_image}.")
+            if task.needs_image:
+                raise InputError(f"{task.name} needs an image: {task.needs_image}.")
             image = ""
         elif not image:
-            raise InputError(f"{one.name} names no docker_image (Dockerfiles are not built).")
-        if not self.config.fetching_tests and (command := fetches(one.tests)):
-            raise InputError(f"{one.name}: its tests need a network ({command}).")
+            raise InputError(f"{task.name} names no docker_image (Dockerfiles are not built).")
+        if not self.config.fetching_tests and (command := fetches(task.tests)):
+            raise InputError(f"{task.name}: its tests need a network ({command}).")
         public = {
-            "instruction": one.instruction,
+            "instruction": task.instruction,
             "image": image,
-            "workdir": one.workdir,
-            "files": "" if image else _packed(one.tree),
-            "env": one.env,
+            "workdir": task.workdir,
+            "files": "" if image else _packed(task.tree),
+            "env": task.env,
         }
-        script = one.solution.get("solve.sh")
+        script = task.solution.get("solve.sh")
         hidden = {
-            "tests": _packed(one.tests),
-            "env": one.test_env,
-            "seconds": min(one.test_seconds, self.config.test_seconds),
+            "tests": _packed(task.tests),
+            "env": task.test_env,
+            "seconds": min(task.test_seconds, self.config.test_seconds),
             "solution": script.data.decode("utf-8", "replace") if script else "",
         }
-        return Task(one.name, public, hidden)
+        return Task(task.name, public, hidden)
 
 
 def harbor_environment(folder: Path) -> type[Environment]:

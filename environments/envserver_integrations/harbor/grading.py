@@ -90,7 +90,7 @@ def read_task(folder: Path) -> HarborTask:
         needs_image=needs,
         tree=tree,
         tests={path: moved.entry(entry) for path, entry in tests.items()},
-        solution={path: moved.entry(one) for path, one in _files(folder / "solution").items()},
+        solution={path: moved.entry(file) for path, file in _files(folder / "solution").items()},
         env={name: moved.text(value) for name, value in env.items()},
         test_env={name: moved.text(value) for name, value in _variables(verifier).items()},
         test_seconds=_seconds(verifier) or 600.0,
@@ -132,7 +132,7 @@ def _environment(folder: Path, facts: Json) -> tuple[str, str, Tree, dict[str, s
             case "WORKDIR":
                 workdir = str(PurePosixPath(workdir) / rest.strip())
             case "ENV" if "=" in rest:
-                env = dict(one.partition("=")[::2] for one in shlex.split(rest)) | env
+                env = dict(assignment.partition("=")[::2] for assignment in shlex.split(rest)) | env
             case "FROM" | "ARG":
                 continue
             case "COPY" | "ADD" if not needs:
@@ -221,7 +221,7 @@ async def grade(workspace: Tree, tests: Tree, sandboxes: Sandboxes, spec: Sandbo
     placed = {f"{TESTS}/{path}": entry for path, entry in tests.items()}
     placed |= {f"{LOGS}/{name}/.keep": Entry(b"") for name in ("verifier", "agent", "artifacts")}
     # A sandbox unpacks no links that lead out of it, such as those of a virtual environment.
-    links = {path: one.data.decode() for path, one in workspace.items() if one.kind == "link"}
+    links = {path: entry.data.decode() for path, entry in workspace.items() if entry.kind == "link"}
     files = {path: entry for path, entry in workspace.items() if path not in links}
     spec = structs.replace(spec, archive=tar_of({**files, **placed}))
     async with sandboxes.open(spec) as sandbox:
@@ -248,8 +248,8 @@ def _of_json(written: bytes) -> Score:
     except ValueError:
         return _unreadable("reward.json")
     named = value if isinstance(value, dict) else {"reward": value}
-    numbers = {str(name): _number(one) for name, one in named.items()}
-    known = {name: one for name, one in numbers.items() if one is not None}
+    numbers = {str(name): _number(number) for name, number in named.items()}
+    known = {name: number for name, number in numbers.items() if number is not None}
     if not known or len(known) < len(numbers):
         return _unreadable("reward.json")
     if "reward" in known:

@@ -81,7 +81,9 @@ class InspectTask(Environment):
     @property
     def _has_sandbox(self) -> bool:
         samples = self._samples.values()
-        return self._task.sandbox is not None or any(one.sandbox is not None for one in samples)
+        return self._task.sandbox is not None or any(
+            sample.sandbox is not None for sample in samples
+        )
 
     @property
     def _scored_here(self) -> bool:
@@ -114,7 +116,7 @@ class InspectTask(Environment):
         if self.config.roles is not None:
             return list(self.config.roles)
         names = list(self._task.model_roles or {})
-        graded = any(one.startswith("model_graded") for one in scoring.named_scorers(self._task))
+        graded = any(name.startswith("model_graded") for name in scoring.named_scorers(self._task))
         return list(dict.fromkeys([*names, *([GRADER] if graded and self._scored_here else [])]))
 
     def agents(self) -> Mapping[str, AgentRole]:

@@ -264,7 +264,7 @@ async def run_sample(
     before = sample.metadata or {}
     if scored:  # a solver that scores calls these, too; the last call is the one after it
         own = named_scorers(task).items()
-        recorders = [_recorder(name, one, before, outcome, grader) for name, one in own]
+        recorders = [_recorder(name, score, before, outcome, grader) for name, score in own]
     else:
         recorders = [_state_recorder(before, outcome, withheld)]
     arranged = task_with(

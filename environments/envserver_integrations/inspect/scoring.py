@@ -48,7 +48,7 @@ def state_of(state: TaskState, before: Mapping[str, Any]) -> State:
         messages=list(state.messages),
         output=state.output,
         store=to_jsonable_python(dict(state.store.items()), fallback=str),
-        marked=[(one.correct, one.original_position) for one in state.choices],
+        marked=[(choice.correct, choice.original_position) for choice in state.choices],
         metadata=to_jsonable_python(changed, fallback=str),
     )
 
@@ -68,8 +68,8 @@ async def state_of_result(result: Result) -> State | None:
 def named_scorers(task: Task) -> dict[str, Scorer]:
     """Returns the task's scorers by name; of two with the same name the second is NAME1."""
     named: dict[str, Scorer] = {}
-    for one in task.scorer or []:
-        named[unique_scorer_name(one, list(named))] = one
+    for score in task.scorer or []:
+        named[unique_scorer_name(score, list(named))] = score
     return named
 
 
@@ -84,8 +84,8 @@ async def score_state(
     def all_scorers() -> Scorer:
         async def score(rebuilt: TaskState, target: Target) -> Score:
             _mark(rebuilt, state)
-            for name, one in named_scorers(task).items():
-                made: Score | None = await one(rebuilt, target)
+            for name, score_by in named_scorers(task).items():
+                made: Score | None = await score_by(rebuilt, target)
                 values[name] = None if made is None else made.value
             return Score(value=0)
 

@@ -60,8 +60,8 @@ def as_score(
 
 def _parts(name: str, value: Any, bounds: tuple[float, float]) -> dict[str, float]:
     if isinstance(value, Mapping):
-        named = {f"{name}/{key}": one for key, one in value.items()}
-        return {each: _number(each, one, bounds) for each, one in named.items()}
+        named = {f"{name}/{key}": part for key, part in value.items()}
+        return {each: _number(each, part, bounds) for each, part in named.items()}
     if isinstance(value, list | tuple):
         return _parts(name, dict(enumerate(value)), bounds)
     return {name: _number(name, value, bounds)}

@@ -37,7 +37,7 @@ def text_field(schema: Json) -> str | None:
 
 def act_tool(schema: Json) -> Json:
     kept = {key: value for key, value in schema.items() if key not in ("title", "description")}
-    fields = {name: one for name, one in _properties(schema).items() if name != "metadata"}
+    fields = {name: field for name, field in _properties(schema).items() if name != "metadata"}
     return _function(
         ACT,
         str(schema.get("description") or "Takes the next action."),
@@ -50,12 +50,12 @@ def tools_of(listed: Json) -> list[Json]:
     tools = listed.get("tools")
     return [
         _function(
-            str(one.get("name", "")),
-            str(one.get("description") or ""),
-            one.get("input_schema") or one.get("inputSchema") or {"type": "object"},
+            str(tool.get("name", "")),
+            str(tool.get("description") or ""),
+            tool.get("input_schema") or tool.get("inputSchema") or {"type": "object"},
         )
-        for one in (tools if isinstance(tools, list) else [])
-        if isinstance(one, dict)
+        for tool in (tools if isinstance(tools, list) else [])
+        if isinstance(tool, dict)
     ]
 
 
@@ -74,7 +74,7 @@ def conversation(observation: Json) -> list[Message] | None:
     messages = observation.get("messages")
     if not isinstance(messages, list) or not messages or "available_tools" not in observation:
         return None
-    alike = all(isinstance(one, dict) and "role" in one for one in messages)
+    alike = all(isinstance(message, dict) and "role" in message for message in messages)
     return messages if alike else None
 
 
@@ -104,15 +104,15 @@ def text_of_result(observation: Json) -> str:
         return _as_text(result["data"])
     content = result.get("content")
     if isinstance(content, list):
-        return "\n".join(str(one.get("text", "")) for one in content if isinstance(one, dict))
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
     return _as_text(result)
 
 
 def _properties(schema: Json) -> dict[str, Json]:
     found = schema.get("properties")
     return {
-        name: one if isinstance(one, dict) else {}
-        for name, one in (found if isinstance(found, dict) else {}).items()
+        name: field if isinstance(field, dict) else {}
+        for name, field in (found if isinstance(found, dict) else {}).items()
         if name != "metadata"
     }
 

@@ -146,9 +146,12 @@ def shown(url: str) -> str:
 
 
 def _places(errors: Any) -> str:
-    found = [one for one in errors if isinstance(one, dict)] if isinstance(errors, list) else []
+    found = (
+        [error for error in errors if isinstance(error, dict)] if isinstance(errors, list) else []
+    )
     lines = [
-        f"{'.'.join(map(str, one.get('loc') or ()))}: {one.get('msg', '')}" for one in found[:5]
+        f"{'.'.join(map(str, error.get('loc') or ()))}: {error.get('msg', '')}"
+        for error in found[:5]
     ]
     return "; ".join(lines)[:_MOST_TEXT]
 

@@ -169,8 +169,8 @@ class Game:
         rewards, facts = self._env.close()
         return Outcome(
             rewards={player: _number(reward) for player, reward in (rewards or {}).items()},
-            invalid=[player for player, one in facts.items() if one.get("invalid_move")],
-            reason=next((str(one["reason"]) for one in facts.values() if one.get("reason")), ""),
+            invalid=[player for player, fact in facts.items() if fact.get("invalid_move")],
+            reason=next((str(fact["reason"]) for fact in facts.values() if fact.get("reason")), ""),
         )
 
     def _text(self, player: int, news: Any) -> str:

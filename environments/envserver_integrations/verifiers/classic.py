@@ -353,8 +353,8 @@ class ClassicEnvironment(VerifiersEnvironment):
         """Returns the task of a row of its data set, or of a question and an answer."""
         if "prompt" not in row and "question" not in row:
             raise InputError("A row needs a prompt or a question.")
-        asked = {"role": "user", "content": row.get("question")}
-        return self._task("row", {"prompt": [asked], "example_id": 0, **row})
+        message = {"role": "user", "content": row.get("question")}
+        return self._task("row", {"prompt": [message], "example_id": 0, **row})
 
 
 def classic_class(name: str) -> type[Environment]:

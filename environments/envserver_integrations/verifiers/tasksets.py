@@ -389,7 +389,7 @@ class TasksetEnvironment(VerifiersEnvironment):
 
 
 def _scored(trace: Any) -> Json:
-    rewards = {name: one.score for name, one in trace.rewards.items() if one is not None}
+    rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     return {
         "reward": trace.reward if rewards or trace.ok else None,
         "rewards": rewards,

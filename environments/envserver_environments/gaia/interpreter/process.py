@@ -265,11 +265,11 @@ class _Watched:
             return head + tail
         return f"{head}\n[... {self._left_out} bytes left out ...]\n{tail}"
 
-    def step(self, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
+    def step(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         channel = self._process.channel
         channel.settimeout(FRAME_SECONDS)
         try:
-            frames.send(channel, asked)
+            frames.send(channel, request)
             while True:
                 seconds = self._wait(seconds)
                 frame = frames.receive(channel)

@@ -160,7 +160,6 @@ class RetailTools(Toolkit):
         for payment in order["payment_history"]:
             method_id = payment["payment_method_id"]
             refunds.append(_payment("refund", payment["amount"], method_id))
-            self._payment_method(order["user_id"], method_id)
             self._change_balance(order["user_id"], method_id, payment["amount"])
         order = self.db.edit("orders", order_id)
         order["status"] = "cancelled"
@@ -190,8 +189,7 @@ class RetailTools(Toolkit):
             difference += variant["price"] - item["price"]
         difference = round(difference, 2)
         method = self._payment_method(order["user_id"], payment_method_id)
-        if method["source"] == "gift_card" and method["balance"] < difference:
-            raise ValueError("Insufficient gift card balance to pay for the price difference")
+        _check_balance(method, difference, "the price difference")
         order = self.db.edit("orders", order_id)
         order["status"] = "exchange requested"
         order["exchange_items"] = sorted(item_ids)
@@ -300,8 +298,7 @@ class RetailTools(Toolkit):
             item, variant = self._replacement(order, item_id, new_item_id)
             difference += variant["price"] - item["price"]
         method = self._payment_method(order["user_id"], payment_method_id)
-        if method["source"] == "gift_card" and method["balance"] < difference:
-            raise ValueError("Insufficient gift card balance to pay for the new item")
+        _check_balance(method, difference, "the new item")
         kind = "payment" if difference > 0 else "refund"
         order = self.db.edit("orders", order_id)
         order["payment_history"].append(_payment(kind, abs(difference), payment_method_id))
@@ -332,15 +329,13 @@ class RetailTools(Toolkit):
         old_id, amount = history[0]["payment_method_id"], history[0]["amount"]
         if old_id == payment_method_id:
             raise ValueError("The new payment method should be different from the current one")
-        if method["source"] == "gift_card" and method["balance"] < amount:
-            raise ValueError("Insufficient gift card balance to pay for the order")
+        _check_balance(method, amount, "the order")
         order = self.db.edit("orders", order_id)
         order["payment_history"] += [
             _payment("payment", amount, payment_method_id),
             _payment("refund", amount, old_id),
         ]
         self._change_balance(order["user_id"], payment_method_id, -amount)
-        self._payment_method(order["user_id"], old_id)
         self._change_balance(order["user_id"], old_id, amount)
         return DatabaseRow(order)
 
@@ -422,6 +417,11 @@ class RetailTools(Toolkit):
         if self._payment_method(user_id, method_id)["source"] == "gift_card":
             card = self.db.edit("users", user_id)["payment_methods"][method_id]
             card["balance"] = round(card["balance"] + amount, 2)
+
+
+def _check_balance(method: Record, amount: float, what: str) -> None:
+    if method["source"] == "gift_card" and method["balance"] < amount:
+        raise ValueError(f"Insufficient gift card balance to pay for {what}")
 
 
 def _check_items(order: Record, item_ids: list[str], otherwise: str) -> None:

@@ -154,8 +154,8 @@ def with_whole_numbers(tool: ToolInfo, arguments: Mapping[str, Any]) -> Json:
     properties = tool.schema["function"]["parameters"]["properties"]
 
     def normalised(name: str, value: Any) -> Any:
-        asked = properties.get(name, {}).get("type") == "integer"
-        return int(value) if asked and isinstance(value, float) and value.is_integer() else value
+        whole = properties.get(name, {}).get("type") == "integer"
+        return int(value) if whole and isinstance(value, float) and value.is_integer() else value
 
     return {name: normalised(name, value) for name, value in arguments.items()}
 

@@ -58,8 +58,8 @@ def judge_messages(
     """Returns the judge's prompt: the conversation, and the assertions."""
     listed = "\n".join(f"{place}. {text}" for place, text in enumerate(assertions, start=1))
     shown = "\n".join(_shown(message) for message in messages)
-    asked = f"<conversation>\n{shown}\n</conversation>\n\nExpectations:\n{listed}"
-    return [{"role": "system", "content": _text("judge")}, {"role": "user", "content": asked}]
+    request = f"<conversation>\n{shown}\n</conversation>\n\nExpectations:\n{listed}"
+    return [{"role": "system", "content": _text("judge")}, {"role": "user", "content": request}]
 
 
 def _shown(message: TauMessage) -> str:

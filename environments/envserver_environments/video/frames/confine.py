@@ -74,7 +74,7 @@ def confine() -> None:
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     code += [(_EQUAL, len(numbers) - at, 0, number) for at, number in enumerate(numbers)]
     code += [(_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
-    raw = b"".join(struct.pack("HBBI", *one) for one in code)
+    raw = b"".join(struct.pack("HBBI", *instruction) for instruction in code)
     libc = ctypes.CDLL(None, use_errno=True)
     zero = ctypes.c_ulong(0)
     program = ctypes.byref(_Program(len(code), raw))

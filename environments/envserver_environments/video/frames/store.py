@@ -142,7 +142,7 @@ class FrameStore:
         names = (str(files[number].relative_to(self._folder)) for number in numbers)
         shown = await asyncio.gather(*(self.frames(name, 0.0, None) for name in names))
         pairs = zip(numbers, shown, strict=True)
-        return Shown(seconds, tuple((number / rate, one.frames[0][1]) for number, one in pairs))
+        return Shown(seconds, tuple((number / rate, pair.frames[0][1]) for number, pair in pairs))
 
     async def _decoded(self, descriptor: int, t0: float, t1: float | None) -> Shown | Broken:
         async with self._places:
@@ -189,7 +189,7 @@ def _opened(folder: Path, name: str, most: int) -> Iterator[tuple[int, tuple[int
 def pictures_in(folder: Path) -> list[Path]:
     """Returns the pictures in a folder, ordered by name; an empty list if it is not a folder."""
     files = folder.iterdir() if folder.is_dir() else ()
-    return natural(one for one in files if one.suffix.lower() in PICTURES)
+    return natural(file for file in files if file.suffix.lower() in PICTURES)
 
 
 async def _decoded(descriptor: int, t0: float, t1: float | None, limits: FrameLimits) -> Shown:
@@ -246,13 +246,13 @@ def _read(output: bytes) -> Shown:
             raise Broken(str(said["error"])[:300])
         frames: list[Frame] = []
         at = 0
-        for one in said["frames"]:
-            data = rest[at : at + int(one["bytes"])]
+        for frame in said["frames"]:
+            data = rest[at : at + int(frame["bytes"])]
             at += len(data)
             if not data.startswith(b"\xff\xd8\xff"):
                 raise Broken("its frames are damaged")
             url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
-            frames.append((round(float(one["time"]), 3), url))
+            frames.append((round(float(frame["time"]), 3), url))
         return Shown(round(float(said["seconds"]), 3), tuple(frames))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise Broken("the process that decoded it wrote an incomplete or invalid answer") from error

@@ -4,7 +4,6 @@ is part of its hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partialmethod
 from typing import Any
@@ -128,6 +127,10 @@ class Phone(Toolkit):
     def surround(self, **fields: Any) -> None:
         self.db.edit_table("surroundings").update(fields)
 
+    def change_and_search(self, **fields: Any) -> None:
+        self.change(**fields)
+        self.simulate_network_search()
+
     def simulate_network_search(self) -> None:
         found = registration(self.device, self.surroundings)
         self.change(
@@ -144,26 +147,10 @@ class Phone(Toolkit):
             self.leave_vpn()
         self.simulate_network_search()
 
-    def switch_data(self, on: bool) -> None:
-        self.change(data_enabled=on)
-        self.simulate_network_search()
-
-    def switch_roaming(self, on: bool) -> None:
-        self.change(roaming_enabled=on)
-        self.simulate_network_search()
-
     def switch_wifi(self, on: bool) -> None:
         self.change(wifi_enabled=on)
         if not on:
             self.change(wifi_connected=False, wifi_ssid=None, wifi_signal_strength="none")
-
-    def prefer_network(self, mode: str) -> None:
-        self.change(network_mode_preference=mode)
-        self.simulate_network_search()
-
-    def use_apn(self, settings: Mapping[str, Any]) -> None:
-        self.change(active_apn_settings=APNSettings.model_validate(settings).model_dump())
-        self.simulate_network_search()
 
     def change_apn(self, **fields: Any) -> None:
         """Sets some of the APN settings; no search follows."""
@@ -171,8 +158,7 @@ class Phone(Toolkit):
 
     def seat_sim(self, seated: bool) -> None:
         """Takes the SIM card out or puts it in; a locked card stays locked."""
-        self.change(sim_card_missing=not seated)
-        self.simulate_network_search()
+        self.change_and_search(sim_card_missing=not seated)
 
     def join_vpn(self, details: VpnDetails = HOME_VPN) -> None:
         self.change(vpn_connected=True, vpn_details=details.model_dump())
@@ -206,10 +192,10 @@ class PhoneSetup(Phone):
 
     turn_airplane_mode_on = partialmethod(Phone.switch_airplane_mode, True)
     turn_airplane_mode_off = partialmethod(Phone.switch_airplane_mode, False)
-    turn_data_on = partialmethod(Phone.switch_data, True)
-    turn_data_off = partialmethod(Phone.switch_data, False)
-    turn_roaming_on = partialmethod(Phone.switch_roaming, True)
-    turn_roaming_off = partialmethod(Phone.switch_roaming, False)
+    turn_data_on = partialmethod(Phone.change_and_search, data_enabled=True)
+    turn_data_off = partialmethod(Phone.change_and_search, data_enabled=False)
+    turn_roaming_on = partialmethod(Phone.change_and_search, roaming_enabled=True)
+    turn_roaming_off = partialmethod(Phone.change_and_search, roaming_enabled=False)
     turn_data_saver_mode_on = partialmethod(Phone.change, data_saver_mode=True)
     unseat_sim_card = partialmethod(Phone.seat_sim, False)
     break_apn_mms_setting = partialmethod(Phone.change_apn, mmsc_url=None)
@@ -223,8 +209,7 @@ class PhoneSetup(Phone):
             self.change(wifi_calling_mms_over_wifi=mms_over_wifi)
 
     def lock_sim_card(self, mode: str) -> None:
-        self.change(sim_card_status=SIM_LOCKS[mode])
-        self.simulate_network_search()
+        self.change_and_search(sim_card_status=SIM_LOCKS[mode])
 
     def break_apn_settings(self) -> None:
         self.change_apn(apn_name="broken")
@@ -292,7 +277,7 @@ def status_bar(device: Record) -> str:
 def network_status(device: Record) -> str:
     lines = {
         "Airplane Mode": _on_off(device["airplane_mode"]),
-        "SIM Card Status": "missing" if device["sim_card_missing"] else device["sim_card_status"],
+        "SIM Card Status": sim_status(device),
         "Cellular Connection": device["network_connection_status"],
         "Cellular Signal": device["network_signal_strength"],
         "Cellular Network Type": device["network_technology_connected"],

@@ -22,23 +22,14 @@ TODAY = date(2025, 2, 25)
 """The day on which all conversations take place."""
 END_OF_CYCLE = TODAY.replace(day=monthrange(TODAY.year, TODAY.month)[1])
 
-_LABELS = {
-    "customers": ("Customer", "customer_id"),
-    "lines": ("Line", "line_id"),
-    "devices": ("Device", "device_id"),
-    "bills": ("Bill", "bill_id"),
-    "plans": ("Plan", "plan_id"),
-}
-"""Table -> the name of its records, and the field that holds their id."""
-
 
 class Accounts(Toolkit):
     def found(self, table: str, record_id: str) -> Record:
-        label, field = _LABELS[table]
+        kind = table.removesuffix("s")
         for record in self.db.table(table):
-            if record[field] == record_id:
+            if record[f"{kind}_id"] == record_id:
                 return record  # type: ignore[no-any-return]
-        raise ValueError(f"{label} with ID {record_id} not found")
+        raise ValueError(f"{kind.title()} with ID {record_id} not found")
 
     def edited(self, table: str, record_id: str) -> Record:
         """Returns the record `record_id` of `table`, to be changed in place."""

@@ -42,7 +42,7 @@ class TelecomUserTools(PhoneSetup):
             outcome = f"Failed to set network mode: '{mode}' is none of {', '.join(_MODES)}."
         else:
             chosen = NetworkModePreference(mode).value
-            self.prefer_network(chosen)
+            self.change_and_search(network_mode_preference=chosen)
             outcome = f"Preferred Network Mode set to: {chosen}"
         return self._with_status_bar(outcome)
 
@@ -72,14 +72,14 @@ class TelecomUserTools(PhoneSetup):
     @tool("write")
     def toggle_data(self) -> str:
         """Switches mobile data on or off. Tells the new state."""
-        self.switch_data(not self.device["data_enabled"])
+        self.change_and_search(data_enabled=not self.device["data_enabled"])
         return self._switched("Mobile Data", "data_enabled")
 
     @tool("write")
     def toggle_roaming(self) -> str:
         """Switches data roaming on or off: the use of networks outside your carrier's area. Tells
         the new state."""
-        self.switch_roaming(not self.device["roaming_enabled"])
+        self.change_and_search(roaming_enabled=not self.device["roaming_enabled"])
         return self._switched("Data Roaming", "roaming_enabled")
 
     @tool("read")
@@ -105,12 +105,12 @@ class TelecomUserTools(PhoneSetup):
     def set_apn_settings(self, apn_settings: APNSettings | dict[str, Any]) -> str:
         """Sets by which access point your phone reaches your carrier's data network."""
         try:
-            self.use_apn(APNSettings.model_validate(apn_settings).model_dump())
+            settings = APNSettings.model_validate(apn_settings).model_dump()
         except ValidationError as error:
             first = error.errors()[0]
             raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        name = self.device["active_apn_settings"]["apn_name"]
-        return self._with_status_bar(f"APN settings set to: {name}")
+        self.change_and_search(active_apn_settings=settings)
+        return self._with_status_bar(f"APN settings set to: {settings['apn_name']}")
 
     @tool("write")
     def reset_apn_settings(self) -> str:
@@ -214,20 +214,22 @@ class TelecomUserTools(PhoneSetup):
     @tool("read")
     def check_payment_request(self) -> str:
         """Shows whether you were asked to pay a bill."""
-        asked = self.surroundings["payment_request"]
-        if asked is None:
+        request = self.surroundings["payment_request"]
+        if request is None:
             return "No payment request has been made."
-        amount = f"{asked['amount_due']} USD"
-        return f"You have a payment request for bill {asked['bill_id']} of {amount}."
+        amount = f"{request['amount_due']} USD"
+        return f"You have a payment request for bill {request['bill_id']} of {amount}."
 
     @tool("write")
     def make_payment(self) -> str:
         """Pays the bill that you were asked to pay."""
-        asked = self.surroundings["payment_request"]
-        if asked is None:
+        request = self.surroundings["payment_request"]
+        if request is None:
             return "You do not have a payment request."
-        self.surround(payment_request={**asked, "paid": True})
-        return f"Payment of {asked['amount_due']} USD has been made for bill {asked['bill_id']}."
+        self.surround(payment_request={**request, "paid": True})
+        return (
+            f"Payment of {request['amount_due']} USD has been made for bill {request['bill_id']}."
+        )
 
     def _switched(self, what: str, field: str) -> str:
         return self._with_status_bar(phone.now(what, self.device[field]))
