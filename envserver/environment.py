@@ -290,7 +290,8 @@ class Environment(abc.ABC, Generic[TaskT]):
         wrong answers of a task are none, and the gold of the next task, if it says something else.
         """
         golds = [
-            next((one for one in self.known_results(task) if one.least > 0), None) for task in tasks
+            next((result for result in self.known_results(task) if result.least > 0), None)
+            for task in tasks
         ]
         low, high = self.reward_range
         unsolved = (high if self.solved_at is None else self.solved_at) - _LESS
@@ -356,10 +357,12 @@ def tools_of(environment: Environment) -> Sequence[ToolSource]:
     if environment.tools is None:
         return methods
     # A class that lists its own methods names them before there is an object.
-    bound = {one.original.func: one for one in methods if isinstance(one.original, partial)}
+    bound = {
+        method.original.func: method for method in methods if isinstance(method.original, partial)
+    }
     return [
-        bound.get(one.original, one) if isinstance(one, TypedTool) else one
-        for one in environment.tools
+        bound.get(tool.original, tool) if isinstance(tool, TypedTool) else tool
+        for tool in environment.tools
     ]
 
 

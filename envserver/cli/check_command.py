@@ -122,10 +122,11 @@ _FIELDS_SHOWN = 20
 
 def card(report: EnvironmentReport) -> str:
     lines = _markdown(("checked", "found"), _rows(report))
-    if cheats := [one for one in report.plays if one.cheat]:
+    if cheats := [play for play in report.plays if play.cheat]:
         header = ("the model only says", "tasks solved", "mean reward")
         rows = (
-            (one.way, f"{one.solved} of {len(one.rewards)}", number(one.mean)) for one in cheats
+            (cheat.way, f"{cheat.solved} of {len(cheat.rewards)}", number(cheat.mean))
+            for cheat in cheats
         )
         lines += ["", *_markdown(header, rows)]
     return "\n".join(lines) + "\n"
@@ -261,9 +262,9 @@ def _rows(report: EnvironmentReport) -> Iterator[tuple[str, str]]:
     )
     if not report.demonstrations_solve:
         yield "a game", "demonstrations are fair play, which may lose, and a cheat may win"
-    for one in report.plays:
-        if not one.cheat:
-            yield f"{names.get(one.way, one.way)}, played", _distribution(one)
+    for play in report.plays:
+        if not play.cheat:
+            yield f"{names.get(play.way, play.way)}, played", _distribution(play)
     if report.scoring is not None:
         yield "a score takes", cost_of(report.scoring)
     yield from (("note", note) for note in report.notes)

@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     taken = _taken(reports, settings.sandbox.backend)
     machines = run_loop(look_at_machines(settings.sandbox))
     if machines:
-        taken = "remote" if any(one.load is not None for one in machines) else None
+        taken = "remote" if any(machine.load is not None for machine in machines) else None
     if settings.as_json:
         found = {"machine": facts, "backends": reports, "backend": taken, "machines": machines}
         show_json(found)
@@ -226,10 +226,10 @@ async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
 
 
 def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
-    for one in machines:
-        load = one.load
+    for machine in machines:
+        load = machine.load
         if load is None:
-            text = f"does not work: {one.problem}"
+            text = f"does not work: {machine.problem}"
         else:
             state = "about to stop" if load.draining else "works"
             text = (
@@ -237,4 +237,4 @@ def show_machines(console: Console, machines: Sequence[MachineFact]) -> None:
                 f"{load.waiting} requests waiting, {load.running} of {load.room} programs "
                 f"running, {load.queued} queued"
             )
-        console.say(f" sandbox machine {one.url}: {text}")
+        console.say(f" sandbox machine {machine.url}: {text}")

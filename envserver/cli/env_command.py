@@ -238,7 +238,7 @@ def run_push(argv: list[str]) -> int:
                 print(f"{target}/{path.relative_to(folder).as_posix()}")
         else:
             upload(folder, target, on_progress=print)
-    names = ", ".join(f"{one.name} {one.version}" for one in manifests)
+    names = ", ".join(f"{manifest.name} {manifest.version}" for manifest in manifests)
     if why:
         say(f"Dry run ({why}): {names} was not uploaded.")
     else:

@@ -48,7 +48,7 @@ def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEn
     """Returns the entries of a mix (None: no mix) and their origin."""
     sources = command.sources(argv)
     in_file = {one.path: one for one in sources.in_file(options_of(command.settings_class))}
-    named = [one.value for one in sources.flags if one.path == "environment"]
+    named = [flag.value for flag in sources.flags if flag.path == "environment"]
     listed = next((one for one in sources.flags if one.path == "environments"), None)
     listed = listed or in_file.get("environments")
     if listed is None:

@@ -46,8 +46,8 @@ class Overview:
 
     def tables(self) -> RenderableType:
         parts = [self._environments(), self._trainers(), self._engines(), self._failures()]
-        troubles = [f"[red]{escape(_plain(one))}[/]" for one in self._troubles()]
-        return Group(self.headline(), *troubles, *(one for one in parts if one.row_count))
+        troubles = [f"[red]{escape(_plain(trouble))}[/]" for trouble in self._troubles()]
+        return Group(self.headline(), *troubles, *(part for part in parts if part.row_count))
 
     def headline(self) -> str:
         version = self._now.get(Name("envserver_policy_version", ()), -1)
@@ -136,9 +136,9 @@ class Overview:
         names = ("rollouts_running", "rollouts")
         environments = {one for name in names for one in values(name, "environment")}
         return sorted(
-            (one, agent)
-            for one in environments
-            for agent in values("reward", "agent", environment=one) or [""]
+            (environment, agent)
+            for environment in environments
+            for agent in values("reward", "agent", environment=environment) or [""]
         )
 
     def _mean(self, environment: str, agent: str) -> float | None:

@@ -273,7 +273,7 @@ def run_replay(argv: list[str]) -> int:
 def _named_record(flags: Sequence[Given]) -> Record:
     from ..running.replaying import read_record
 
-    sources = [str(item) for one in flags if one.path == "source" for item in as_list(one.value)]
+    sources = [str(item) for flag in flags if flag.path == "source" for item in as_list(flag.value)]
     if not sources:
         raise UsageError(
             "`envserver replay` needs a file of rollouts.",

@@ -123,9 +123,9 @@ def _show_rescored(console: Console, tally: Tally, bad: list[InputError], out: P
     from .console import table
 
     rows = [
-        (f"{one.rollout_id} ({one.task_id})", f"{one.old:g}", f"{one.new:g}",
-         f"{one.new - one.old:+.4g}")
-        for one in tally.examples
+        (f"{example.rollout_id} ({example.task_id})", f"{example.old:g}", f"{example.new:g}",
+         f"{example.new - example.old:+.4g}")
+        for example in tally.examples
     ]  # fmt: skip
     if count := tally.compared:
         old, new = tally.old / count, tally.new / count

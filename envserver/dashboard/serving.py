@@ -153,7 +153,7 @@ def _wants_html(headers: Headers) -> bool:
     for offer in headers.get("accept", "").lower().split(","):
         kind, *parameters = (part.strip() for part in offer.split(";"))
         if kind == "text/html":
-            return not any(re.fullmatch(r"q=0(\.0*)?", one) for one in parameters)
+            return not any(re.fullmatch(r"q=0(\.0*)?", parameter) for parameter in parameters)
     return False
 
 

@@ -263,7 +263,7 @@ def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None
     if not means:
         return None
     differences = [b - a for a, b in means]
-    better = sum(one > _EQUAL for one in differences)
+    better = sum(difference > _EQUAL for difference in differences)
     worse = sum(one < -_EQUAL for one in differences)
     return Paired(
         tasks=len(means),

@@ -139,4 +139,4 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def settings_of(askings: Mapping[str, Asking]) -> dict[str, dict[str, str]]:
-    return {name: dict(one.paraphrases) for name, one in askings.items()}
+    return {name: dict(asking.paraphrases) for name, asking in askings.items()}

@@ -359,7 +359,9 @@ def _by_kind(results: Sequence[TaskResult], rules: Rules) -> dict[str, dict[str,
     agents = dict.fromkeys(
         name for result in results for one in result.attempts for name in one.rewards
     )
-    metrics = {name for result in results for one in result.attempts for name in one.metrics}
+    metrics = {
+        name for result in results for attempt in result.attempts for name in attempt.metrics
+    }
     correct = sorted(name for name in metrics if name.startswith(CORRECT))
     for kind, values, names in (("agent", "rewards", agents), ("correct", "metrics", correct)):
         if names:
@@ -445,7 +447,7 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
         total_seconds=seconds,
         total_sandbox_seconds=sum(sandboxes),
         total_scoring_seconds=sum(attempt.usage.scoring_seconds for attempt in attempts),
-        total_judge_tokens=sum(one.prompt_tokens + one.completion_tokens for one in judges),
+        total_judge_tokens=sum(judge.prompt_tokens + judge.completion_tokens for judge in judges),
         currency=_currency(attempts, prices),
         cost=None if total is None else total / count,
         total_cost=total,

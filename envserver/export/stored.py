@@ -465,7 +465,9 @@ def _sequence(number: int, row: StoredRow, rollout: StoredRollout) -> Sequence:
         path=[],
         agent=row.agent,
         flags=row.flags,
-        images=[ImageSpan(one.sha256, one.offset, one.length, one.grid) for one in row.images],
+        images=[
+            ImageSpan(image.sha256, image.offset, image.length, image.grid) for image in row.images
+        ],
         experts=None if row.experts is None else experts_from(row.experts),
         follows=dict(enumerate(rollout.follows)).get(number),
     )

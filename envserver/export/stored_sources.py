@@ -179,7 +179,7 @@ def _of_files(paths: Sequence[Path], on_bytes: OnBytes | None) -> Iterator[RawGr
 
 def size_of(sources: Sequence[str]) -> int | None:
     """Returns the bytes of all `sources` on disk; None where one has no size."""
-    if any(one == "-" or one.startswith((*SERVERS, *DATABASES)) for one in sources):
+    if any(source == "-" or source.startswith((*SERVERS, *DATABASES)) for source in sources):
         return None
     if any(is_sqlite(Path(one)) for one in sources):
         return None

@@ -245,7 +245,7 @@ def _sequences(trajectory: Trajectory, tokens: bool) -> Iterator[Json]:
             "messages": [],
             "tokens": row.tokens.tolist(),
             "masks": row.mask.tolist(),
-            "logprobs": [float(one) for one in row.logprobs],
+            "logprobs": [float(logprob) for logprob in row.logprobs],
         }
 
 

@@ -108,7 +108,7 @@ def image_data(group: Group) -> dict[str, str]:
 
 def conversation_of(trajectory: Trajectory, agent: str | None) -> list[Message]:
     """Returns the last conversation of `agent`: one of `others`, else that of the trajectory."""
-    others = (one.messages for one in trajectory.others if one.agent == agent)
+    others = (other.messages for other in trajectory.others if other.agent == agent)
     return next(others, trajectory.messages)
 
 

@@ -46,7 +46,8 @@ def shown_group(group: Group) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(facts, enc_hook=str)
     del shown["trajectories"], shown["env_config"]
     shown["missing"] = {
-        number: [_failed(one) for one in attempts] for number, attempts in group.missing.items()
+        number: [_failed(attempt) for attempt in attempts]
+        for number, attempts in group.missing.items()
     }
     return shown
 
@@ -59,9 +60,9 @@ def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
     shown["messages"] = [_with_links(one, links) for one in shown["messages"]]
     for other in shown["others"]:
         other["messages"] = [_with_links(one, links) for one in other["messages"]]
-    shown["sequences"] = [_row(one) for one in rollout.sequences]
-    shown["timings"] = [timing_as_json(one) for one in rollout.timings]
-    shown["attempts"] = [_failed(one) for one in rollout.attempts]
+    shown["sequences"] = [_row(sequence) for sequence in rollout.sequences]
+    shown["timings"] = [timing_as_json(timing) for timing in rollout.timings]
+    shown["attempts"] = [_failed(attempt) for attempt in rollout.attempts]
     shown["logs"] = [
         {"time": one.time, "stream": one.stream, "text": one.text} for one in rollout.printed
     ]
@@ -94,7 +95,7 @@ def as_json(value: Any) -> bytes:
 
 def picture_of(rollout: Trajectory, number: int) -> tuple[str, bytes]:
     """Returns the media type and the bytes of a picture in the messages of a rollout."""
-    messages = itertools.chain(rollout.messages, *(one.messages for one in rollout.others))
+    messages = itertools.chain(rollout.messages, *(other.messages for other in rollout.others))
     data = next(itertools.islice(map(_data_of, _pictures(messages)), number, None), None)
     kind = _kind_of(data) if data is not None else None
     if data is None or kind is None:

@@ -94,7 +94,7 @@ def read_marks(text: str, criteria: Mapping[str, str]) -> dict[str, float]:
     marks = decoded(_marks, text).marks
     if set(marks) != set(criteria):
         raise ValueError(f"marks of {sorted(marks)}, not of {sorted(criteria)}")
-    if wrong := [name for name, one in marks.items() if not 0 <= one.mark <= SCALE]:
+    if wrong := [name for name, mark in marks.items() if not 0 <= mark.mark <= SCALE]:
         raise ValueError(f"the mark of {wrong[0]!r} is not from 0 to {SCALE}")
     return {name: marks[name].mark / SCALE for name in criteria}
 

@@ -133,7 +133,7 @@ def _not_found(reference: str) -> NotFoundError:
     schemes = sorted(installed.integration_points())
     names = schemes if colon else known_names()
     near = difflib.get_close_matches(start if colon else reference, names, n=1)
-    known = [*known_names(), *(f"{one}:NAME" for one in schemes), "a .py file", "a folder"]
+    known = [*known_names(), *(f"{scheme}:NAME" for scheme in schemes), "a .py file", "a folder"]
     return NotFoundError(
         f"There is no environment {reference!r}.",
         hint=f"Did you mean {near[0] + colon + rest!r}?" if near else f"Known: {', '.join(known)}.",

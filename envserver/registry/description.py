@@ -134,12 +134,12 @@ def config_class(described: Description) -> type[EnvironmentConfig]:
     """Returns a Config with the same names, types and defaults."""
     fields: dict[str, Any] = {}
     texts = descriptions(EnvironmentConfig)
-    for one in described.settings:
-        base = EnvironmentConfig.model_fields.get(one.name)
-        kind = base.annotation if base is not None else annotation_of(one.schema)
-        default = ... if one.required else one.default
-        text = one.description or texts.get(one.name, "")
-        fields[one.name] = (kind, Field(default, description=text, validate_default=True))
+    for setting in described.settings:
+        base = EnvironmentConfig.model_fields.get(setting.name)
+        kind = base.annotation if base is not None else annotation_of(setting.schema)
+        default = ... if setting.required else setting.default
+        text = setting.description or texts.get(setting.name, "")
+        fields[setting.name] = (kind, Field(default, description=text, validate_default=True))
     return create_model("Config", __base__=EnvironmentConfig, **fields)
 
 

@@ -69,7 +69,7 @@ class Installed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        return [one.name for one in self.environments]
+        return [environment.name for environment in self.environments]
 
 
 def this_version() -> str:

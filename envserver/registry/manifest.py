@@ -80,7 +80,7 @@ def _shown(value: Any) -> str:
 
 
 def as_yaml(manifests: list[Manifest]) -> str:
-    data = [msgspec.to_builtins(one) for one in manifests]
+    data = [msgspec.to_builtins(manifest) for manifest in manifests]
     for one in data:
         one["reward_range"] = list(one["reward_range"] or ()) or None
     return yaml.safe_dump_all(data, sort_keys=False, allow_unicode=True)

@@ -179,7 +179,7 @@ class RowsEnvironment(Environment):
         rewards = self._rewards or []
         metrics: dict[str, float] = {}
         scored = self._scored(task, result)
-        returned = [one.call(scored, metrics.__setitem__) for one in rewards]
+        returned = [reward.call(scored, metrics.__setitem__) for reward in rewards]
         if any(map(inspect.isawaitable, returned)):
             return _awaited(rewards, returned, metrics)
         return _sum(rewards, returned, metrics)
@@ -376,7 +376,7 @@ async def _awaited(rewards: list[Reward], returned: list[Any], metrics: dict[str
 
 
 def _sum(rewards: list[Reward], returned: list[Any], metrics: dict[str, float]) -> Score:
-    numbers = [one.number(value) for one, value in zip(rewards, returned, strict=True)]
+    numbers = [reward.number(value) for reward, value in zip(rewards, returned, strict=True)]
     pairs = zip(rewards, numbers, strict=True)
     given = [(one, number) for one, number in pairs if number is not None]
     return Score(

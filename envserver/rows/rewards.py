@@ -65,7 +65,7 @@ class Reward:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"The reward function {self.name!r} has no signature.") from error
         self._annotations = {name: str(one.annotation) for name, one in parameters.items()}
-        kinds = [one.kind for one in parameters.values()]
+        kinds = [parameter.kind for parameter in parameters.values()]
         self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
         named = {name: one for name, one in parameters.items() if one.kind not in _OPEN}
         self._names = set(named)

@@ -250,7 +250,7 @@ class Source:
         path = Path(self.data)
         if path.is_dir():
             layout = layout_of(path)
-            rows = _joined([_file(one, name) for one in layout.files(name, self.subset)])
+            rows = _joined([_file(file, name) for file in layout.files(name, self.subset)])
             return replace(rows, has_splits=bool(self.splits) or layout.has_splits)
         if not is_glob(self.data):
             return _file(path, name)

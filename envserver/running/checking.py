@@ -101,7 +101,7 @@ def _called_tool(conversation: Conversation, wish: Wish, key: str) -> str:
 
 
 def _question(conversation: Conversation, *_: object) -> str:
-    users = [one for one in conversation.messages if one["role"] == "user"]
+    users = [message for message in conversation.messages if message["role"] == "user"]
     return text_of(users[-1]) if users else ""
 
 

@@ -282,7 +282,9 @@ class _Reader:
             return
         ids, labels = _integers(tokens), _integers(masks)
         trained = labels != NOT_TRAINED
-        said = np.array([np.nan if one is None else one for one in logprobs], np.float64)
+        said = np.array(
+            [np.nan if logprob is None else logprob for logprob in logprobs], np.float64
+        )
         versions = self._versions(rollout, index, trained)
         faults = [
             *_wrong_labels(ids, labels, trained),

@@ -124,10 +124,12 @@ class _Run:
         """Keeps earlier facts of tasks that are not visited again."""
         if not self.groups.exists():
             return
-        known = {one.group_id: one for one in read_tasks(self.tasks)} if self.tasks.exists() else {}
-        for group_id, one in self.facts.items():
+        known = (
+            {task.group_id: task for task in read_tasks(self.tasks)} if self.tasks.exists() else {}
+        )
+        for group_id, fact in self.facts.items():
             dropped = dict(self.failed.get(group_id, {})) if group_id in self.dropped else None
-            known[group_id] = msgspec.structs.replace(one, dropped=dropped)
+            known[group_id] = msgspec.structs.replace(fact, dropped=dropped)
         write_tasks(self.tasks, known.values())
 
 
@@ -168,7 +170,7 @@ async def evaluate_members(
     """Evaluates environments whose names differ."""
     work = _Evaluating(specs, choice, view or EvaluationView(), stop or Stop())
     settings = specs[0].settings
-    names = [one.name for one in specs]
+    names = [spec.name for spec in specs]
     async with (
         tracking(
             settings.track, settings.tracking, settings, command="evaluate", environments=names
@@ -412,6 +414,8 @@ def baselines_of(environment: Environment) -> dict[str, Environment]:
         if changed == config:
             continue
         other = type(environment)(changed)
-        changed.agents = {key: one for key, one in changed.agents.items() if key in other.agents()}
+        changed.agents = {
+            key: agent for key, agent in changed.agents.items() if key in other.agents()
+        }
         found[name] = other
     return found

@@ -85,7 +85,7 @@ def write_run_file(folder: Path, run: RunFile) -> None:
 
 
 def write_tasks(path: Path, tasks: Iterable[TaskFacts]) -> None:
-    write_text(path, "".join(f"{msgspec.json.encode(one).decode()}\n" for one in tasks))
+    write_text(path, "".join(f"{msgspec.json.encode(task).decode()}\n" for task in tasks))
 
 
 def write_report(folder: Path, view: View) -> Report | Suite:
@@ -330,7 +330,7 @@ def _settings_together(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         name: value
         if all(one.get(name) == value for one in settings)
-        else [one.get(name) for one in settings]
+        else [setting.get(name) for setting in settings]
         for name, value in first.items()
     }
 

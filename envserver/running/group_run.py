@@ -166,8 +166,8 @@ class GroupRun:
             made = sum(already.values()) + self.groups.total()
             self.stopped = ending != "done" and not (several.complete or made == self.expected)
             if self.for_training and not self.stopped:
-                for one in schedulers.values():
-                    one.check()
+                for scheduler in schedulers.values():
+                    scheduler.check()
 
     def _already(self, part: Part) -> int:
         if part.path is None:
@@ -384,6 +384,6 @@ def _part(
 
 
 def _expected(members: Sequence[Member[ProcessSettings]], total: int | None) -> int | None:
-    steps = [one.environment.config.total_steps for one in members]
+    steps = [member.environment.config.total_steps for member in members]
     of_each = None if None in steps else sum(step or 0 for step in steps)
     return min((one for one in (total, of_each) if one is not None), default=None)

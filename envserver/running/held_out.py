@@ -101,10 +101,12 @@ class Evaluations:
 
     @property
     def latest(self) -> HeldOut | None:
-        return next((one for one in reversed(self._records) if one.state == "complete"), None)
+        return next(
+            (record for record in reversed(self._records) if record.state == "complete"), None
+        )
 
     def listed(self) -> list[dict[str, Any]]:
-        return [msgspec.to_builtins(one) for one in self._records]
+        return [msgspec.to_builtins(record) for record in self._records]
 
     def published(self, version: int) -> None:
         if not self._loaded or not self._is_due(version):
@@ -158,15 +160,17 @@ class Evaluations:
         self._wanted.set()
 
     def _is_due(self, version: int) -> bool:
-        before = [one.version for one in self._records if one.state in ("complete", "running")]
+        before = [
+            record.version for record in self._records if record.state in ("complete", "running")
+        ]
         return not self._off and is_due(version, before, self.config.every)
 
     async def _load(self) -> None:
         stored = await self._store.get_value(_KEY)
         self._records = msgspec.convert(stored or [], list[HeldOut])
-        for one in self._records:
-            if one.state == "running":  # when the server ended
-                one.state = "interrupted"
+        for record in self._records:
+            if record.state == "running":  # when the server ended
+                record.state = "interrupted"
         self._loaded = True
 
     async def _save(self) -> None:
@@ -253,8 +257,8 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def _of_training(members: Sequence[Member[MixSettings]], config: HeldOutConfig) -> str:
-    for one in members:
-        if config.split == one.settings.env.split:
-            name, split = one.share.name, config.split
+    for member in members:
+        if config.split == member.settings.env.split:
+            name, split = member.share.name, config.split
             return f"--evaluate.split {split} is the split that {name!r} trains on."
     return ""

@@ -51,7 +51,9 @@ async def evaluated(
         anew = dataclasses.replace(choice, resume=False, overwrite=True)
         done = await evaluate_on(room, members, anew)
     ready(_Line)
-    folders = [done.folder if len(members) == 1 else done.folder / one.name for one in members]
+    folders = [
+        done.folder if len(members) == 1 else done.folder / member.name for member in members
+    ]
     paths = [path for one in folders if (path := groups_path(one)).exists()]
     results = {} if done.report is None else summary_scalars(done.report)
     return results, dict(await asyncio.to_thread(sampled_by, paths))

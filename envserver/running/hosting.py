@@ -66,7 +66,11 @@ async def evaluation_numbers(evaluations: Evaluations) -> Reading:
 
 
 async def machine_numbers(machines: Sequence[Machine]) -> Reading:
-    loads = {one.url: one.load for one in machines if one.load is not None and not one.problem}
+    loads = {
+        machine.url: machine.load
+        for machine in machines
+        if machine.load is not None and not machine.problem
+    }
     return {
         "sandbox_machine_up": {one.url: not one.problem for one in machines},
         "sandbox_machine_own": {one.url: one.open for one in machines},
@@ -112,13 +116,13 @@ class Hosted(msgspec.Struct, frozen=True):
 
     def publish(self, version: int) -> None:
         self.delivery.publish(version)
-        for one in self.parts:
-            one.publish_version(version)
+        for part in self.parts:
+            part.publish_version(version)
         self.evaluations.published(version)
 
     def status(self) -> dict[str, Any]:
         tally, first = self.tally, self.parts[0]
-        parts = {one.environment.name: one for one in self.parts}
+        parts = {part.environment.name: part for part in self.parts}
         equal = tally.drops["zero_variance"]
         scored = tally.groups + equal + tally.drops["too_long"] + tally.drops["stale"]
         return {
@@ -218,7 +222,7 @@ async def hosted(
             server.store,
             settings.rollouts,
             settings.server,
-            smallest_group=min(one.rules.least for one in parts),
+            smallest_group=min(part.rules.least for part in parts),
         )
         orders = await stack.enter_async_context(Orders(parts, StoreOrderSink(server.store)))
         episodes = Episodes(parts, players, orders.book, settings.server.openenv_sessions)
@@ -288,7 +292,8 @@ async def _schedulers(
 ) -> Several:
     settings = members[0].settings
     made = {
-        one.share.name: await store.count_with_prefix(id_prefix(one.environment)) for one in members
+        member.share.name: await store.count_with_prefix(id_prefix(member.environment))
+        for member in members
     }
     if tracked is not None:
         tracked.already = sum(made.values())

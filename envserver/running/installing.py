@@ -96,7 +96,9 @@ def _claim_ours(site: Path) -> None:
         held = distribution(name)
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {held.version}"]
         lines += [f"Provides-Extra: {one}" for one in held.metadata.get_all("Provides-Extra") or []]
-        lines += [f"Requires-Dist: {one}" for one in held.requires or [] if "extra ==" in one]
+        lines += [
+            f"Requires-Dist: {require}" for require in held.requires or [] if "extra ==" in require
+        ]
         info = site / f"{name.replace('-', '_')}-{held.version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text("\n".join(lines) + "\n")
@@ -420,7 +422,7 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
         if each.url is not None or not each.specifier.contains(held.version, prereleases=True):
             found.append(f"{each} (here: {held.version})")
             continue
-        behind = [Requirement(one) for one in held.requires or []] if each.extras else []
+        behind = [Requirement(require) for require in held.requires or []] if each.extras else []
         for name in each.extras:
             found += _unmet([one for one in behind if one.marker is not None], name)
     return found

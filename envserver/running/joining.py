@@ -256,7 +256,7 @@ def _follow_engines(link: Link, shared: SharedEngine) -> None:
     if link.on_engines is None or fleet is None:
         return
     link.on_engines = lambda engines: fleet.sync(
-        "server", [KnownEngine(**one.model_dump()) for one in engines]
+        "server", [KnownEngine(**engine.model_dump()) for engine in engines]
     )
     link.engines_in_doubt = lambda: fleet.doubts
     fleet.changed = link.hurry  # calls wait for the version of an engine that was away
@@ -268,7 +268,7 @@ def most_groups(parts: RolloutContext) -> int:
 
 
 def calls_waiting(parts: RolloutContext) -> int:
-    return sum(one.waiting for one in parts.engine.replicas())
+    return sum(replica.waiting for replica in parts.engine.replicas())
 
 
 class DealtRunner:

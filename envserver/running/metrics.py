@@ -97,7 +97,7 @@ async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[
 
 async def parts_numbers(parts: Sequence[RolloutContext]) -> Reading:
     """Returns the numbers of each environment's proxy, workers, sandboxes and services."""
-    proxies = {one.environment.name: one.proxy for one in parts}
+    proxies = {part.environment.name: part.proxy for part in parts}
     pools = {one.environment.name: one.pool.snapshot() for one in parts}
     services: Counter[str] = Counter()
     for proxy in proxies.values():
@@ -443,7 +443,7 @@ def mean_text(mean: float | None) -> str:
 
 def all_of(*observers: Observer | None) -> Observer:
     """Passes events on to each of the observers, in order."""
-    known = [one for one in observers if one is not None]
+    known = [observer for observer in observers if observer is not None]
 
     def observe(event: Event) -> None:
         for one in known:

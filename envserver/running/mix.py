@@ -136,30 +136,30 @@ class Several:
 
     @property
     def open_groups(self) -> int:
-        return sum(one.open_groups for one in self._schedulers.values())
+        return sum(scheduler.open_groups for scheduler in self._schedulers.values())
 
     @property
     def complete(self) -> bool:
-        return all(one.complete for one in self._schedulers.values())
+        return all(scheduler.complete for scheduler in self._schedulers.values())
 
     @property
     def drained(self) -> bool:
-        return any(one.drained for one in self._schedulers.values())
+        return any(scheduler.drained for scheduler in self._schedulers.values())
 
     def cut_off(self) -> dict[str, int]:
-        return {name: one.cut_off for name, one in self._schedulers.items()}
+        return {name: scheduler.cut_off for name, scheduler in self._schedulers.items()}
 
     def delivered(self) -> dict[str, int]:
-        return {name: one.delivered for name, one in self._schedulers.items()}
+        return {name: scheduler.delivered for name, scheduler in self._schedulers.items()}
 
     def drain(self) -> None:
-        for one in self._schedulers.values():
-            one.drain()
+        for scheduler in self._schedulers.values():
+            scheduler.drain()
 
     async def run(self, say: Callable[[str], object]) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for name, one in self._schedulers.items():
-                tasks.create_task(self._one(name, one.run(), say))
+            for name, scheduler in self._schedulers.items():
+                tasks.create_task(self._one(name, scheduler.run(), say))
         if self.failed:
             name, error = next(iter(self.failed.items()))
             if len(self._schedulers) > 1:

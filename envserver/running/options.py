@@ -86,7 +86,7 @@ class Option:
 
     @property
     def literals(self) -> list[Any]:
-        literals = (one for one in self.members if _origin(one) is typing.Literal)
+        literals = (member for member in self.members if _origin(member) is typing.Literal)
         return [value for literal in literals for value in typing.get_args(literal)]
 
     @property
@@ -121,7 +121,9 @@ class Option:
             return _json(text)
         if self.is_list and str not in self.members:
             return [part.strip() for part in text.split(",") if part.strip()]
-        if any(_origin(one) in (dict, Any) or is_section(_origin(one)) for one in self.members):
+        if any(
+            _origin(member) in (dict, Any) or is_section(_origin(member)) for member in self.members
+        ):
             return _json(text)
         for value in self.literals:
             if not isinstance(value, str) and str(value).lower() == text.lower():

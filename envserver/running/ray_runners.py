@@ -123,7 +123,7 @@ async def bind_host(cluster: Cluster) -> str:
 
 
 def _other_machines(own: str, nodes: Sequence[Node]) -> list[str]:
-    return sorted({one.address for one in nodes} - {own, "127.0.0.1"})
+    return sorted({node.address for node in nodes} - {own, "127.0.0.1"})
 
 
 def config_of_part(config: RayConfig, most: int) -> RayConfig:

@@ -198,7 +198,7 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
     async with connected(settings.ray) as cluster, api_server(_api_settings(settings)) as server:
         await cluster.check_place()
         url = await url_for_nodes(cluster, settings.ray, server.url, settings.server.host)
-        shares = divided(await cluster.most_wanted(), [one.share.weight for one in members])
+        shares = divided(await cluster.most_wanted(), [member.share.weight for member in members])
         parts = [_part(one, share) for one, share in zip(members, shares, strict=True)]
         with contextlib.ExitStack() as held:
             yield RayServing(server, cluster, parts, url, held)

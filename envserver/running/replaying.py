@@ -76,7 +76,7 @@ class Record:
 
     @property
     def exact(self) -> bool:
-        answers = [call for one in self.exchanges for call in one.answers]
+        answers = [call for exchange in self.exchanges for call in exchange.answers]
         return self.kept and all(call.exact for call in answers)
 
 

@@ -86,7 +86,7 @@ def _rescored(rollout: Json, score: Score, rows: list[int]) -> Json:
         "components": score.components,
         "metrics": score.metrics,
         "rewards": score.rewards,
-        "turn_rewards": [msgspec.structs.asdict(one) for one in score.turns],
+        "turn_rewards": [msgspec.structs.asdict(turn) for turn in score.turns],
         "rescored_from": before,
     }
 

@@ -131,7 +131,7 @@ class Serving(ServingBase):
 async def serving(members: Members) -> AsyncIterator[Serving]:
     settings = members[0].spec.settings
     check_alike(members)
-    names = [one.share.name for one in members]
+    names = [member.share.name for member in members]
     loaded = (f"{part}:{name}" for name in names for part in ("workers", "scorers"))
     async with (
         bootstrap_server(
@@ -155,7 +155,7 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
 
 
 def _alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFacts:
-    ranges = {one.environment.name: one.scorer.rules.range for one in host.parts}
+    ranges = {part.environment.name: part.scorer.rules.range for part in host.parts}
     audit = host.auditor.report()
     described = [one.proxy.engine_described() for one in host.parts]
     return msgspec.structs.replace(
@@ -180,7 +180,7 @@ def _api(members: Members, server: BootstrapServer, host: Hosted, alarms: AlarmW
         health=server.health,
         include_messages=config.include_messages,
         score_range=config.score_range,
-        longest_row=max(one.environment.config.max_token_length for one in members),
+        longest_row=max(member.environment.config.max_token_length for member in members),
         retention=settings.retention,
         runners=host.delivery.runners,
         orders=host.orders,
@@ -212,10 +212,10 @@ def warn_of_raw_logprobs(
 
 def check_alike(members: Members) -> None:
     configs = [one.environment.config for one in members]
-    if len({(one.include_messages, one.score_range) for one in configs}) > 1:
+    if len({(config.include_messages, config.score_range) for config in configs}) > 1:
         raise ConfigError(
             "The environments differ in include_messages or score_range.",
             hint="One server sends all groups in one form: set them under `env`.",
         )
-    for one in members:
-        check_sampling(one.environment, members[0].spec.settings.sampling)
+    for member in members:
+        check_sampling(member.environment, members[0].spec.settings.sampling)

@@ -81,7 +81,11 @@ class TrackedNumbers:
         self._count(f"groups/{environment}")
         self._version = max(self._version, group.policy_version)
         self._latest.append(group)
-        rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+        rewards = [
+            trajectory.score.reward
+            for trajectory in group.trajectories
+            if trajectory.score.reward is not None
+        ]
         if not rewards:
             return {}
         deviation = pstdev(rewards)
@@ -98,9 +102,9 @@ class TrackedNumbers:
     def scalars(self, seconds: float) -> dict[str, float]:
         several = len(self._since) > 2
         found = {
-            f"{name}/{environment}" if environment else name: one.total / one.count
+            f"{name}/{environment}" if environment else name: number.total / number.count
             for environment, numbers in self._since.items()
-            for name, one in numbers.items()
+            for name, number in numbers.items()
             if several or not environment
         }
         if seconds > 0:
@@ -123,9 +127,9 @@ class TrackedNumbers:
 
 def _rows(step: int, group: Group, link: str) -> list[Row]:
     rewards = {
-        number: one.score.reward
-        for number, one in enumerate(group.trajectories)
-        if one.score.reward is not None
+        number: trajectory.score.reward
+        for number, trajectory in enumerate(group.trajectories)
+        if trajectory.score.reward is not None
     }
     if not rewards:
         return []

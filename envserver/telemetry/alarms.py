@@ -93,7 +93,9 @@ class AlarmBook:
     @property
     def active(self) -> list[Alarm]:
         alarms = [entry.alarm for entry in self._entries.values() if entry.is_active]
-        return sorted(alarms, key=lambda one: (one.severity, one.since, one.name, one.about))
+        return sorted(
+            alarms, key=lambda alarm: (alarm.severity, alarm.since, alarm.name, alarm.about)
+        )
 
     @property
     def keys(self) -> frozenset[Key]:

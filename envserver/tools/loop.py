@@ -37,7 +37,7 @@ async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, T
 
 
 def _by_name(tools: list[Tool]) -> dict[str, Tool]:
-    names = [one.name for one in tools]
+    names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise TypeError(f"Two tools have the name {', '.join(twice)}.")
     return toolbox(*tools)

@@ -65,7 +65,7 @@ def _server(
     from mcp.server import Server
 
     async def list_tools(context: Any, params: Any) -> types.ListToolsResult:
-        described = [one.description["function"] for one in tools.values()]
+        described = [tool.description["function"] for tool in tools.values()]
         listed = [
             types.Tool(
                 name=one["name"], description=one["description"], input_schema=one["parameters"]

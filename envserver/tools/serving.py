@@ -29,7 +29,7 @@ _log = structlog.get_logger("envserver.services")
 async def services_of(environment: Environment) -> AsyncIterator[Mapping[str, Service]]:
     """Enters the environment's services, with its tools on the server among them."""
     tools: dict[str, Service] = {
-        one.name: partial(_serve, one) for one in server_tools(environment)
+        tool.name: partial(_serve, tool) for tool in server_tools(environment)
     }
     async with AsyncExitStack() as stack:
         for server in shared_servers(environment):
@@ -78,7 +78,9 @@ def server_tools(environment: Environment) -> list[TypedTool]:
 
 
 def shared_servers(environment: Environment) -> list[McpServer]:
-    listed = [one for one in environment.tools or () if isinstance(one, McpServer) and one.shared]
+    listed = [
+        tool for tool in environment.tools or () if isinstance(tool, McpServer) and tool.shared
+    ]
     names = [one.name for one in listed]
     if len(set(names)) < len(names):
         raise ConfigError(f"Shared MCP servers need different names, not {', '.join(names)}.")

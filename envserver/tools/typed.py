@@ -209,15 +209,15 @@ def _arguments(
     parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name == "self":
         parameters = parameters[1:]
-    for one in parameters:
-        if hides_caller and one.name == CALLER:
+    for parameter in parameters:
+        if hides_caller and parameter.name == CALLER:
             continue
-        if one.kind not in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            raise TypeError(f"The tool {name!r} takes {one}: a model names each argument.")
-        if one.name not in hints:
-            raise TypeError(f"The parameter {one.name!r} of the tool {name!r} needs a type.")
-        type_ = _described(hints[one.name], described.get(one.name))
-        fields.append((one.name, type_, *_default(one.default)))
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"The tool {name!r} takes {parameter}: a model names each argument.")
+        if parameter.name not in hints:
+            raise TypeError(f"The parameter {parameter.name!r} of the tool {name!r} needs a type.")
+        type_ = _described(hints[parameter.name], described.get(parameter.name))
+        fields.append((parameter.name, type_, *_default(parameter.default)))
     if unknown := described.keys() - {one.name for one in parameters}:
         raise TypeError(f"The docstring of {name!r} describes {sorted(unknown)}, which it lacks.")
     try:

@@ -207,7 +207,9 @@ def _opened(path: Path) -> sqlite3.Connection:
     _prepare(connection)
     engine = create_engine("sqlite://")
     made = [str(CreateTable(table).compile(engine)) for table in _TABLES]
-    indexes = [str(CreateIndex(one).compile(engine)) for table in _TABLES for one in table.indexes]
+    indexes = [
+        str(CreateIndex(index).compile(engine)) for table in _TABLES for index in table.indexes
+    ]
     connection.executescript(";".join([*made, *indexes, _OURS]))
     connection.execute(f"PRAGMA application_id = {APPLICATION}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -300,7 +302,10 @@ def _has(line: bytes, needle: bytes) -> bool:
     except msgspec.DecodeError:
         return False
     rollouts = texts.envserver.rollouts if texts.envserver is not None else []
-    parts = [texts.messages, *(part for one in rollouts for part in msgspec.structs.astuple(one))]
+    parts = [
+        texts.messages,
+        *(part for rollout in rollouts for part in msgspec.structs.astuple(rollout)),
+    ]
     return any(needle in bytes(part).lower() for part in parts)
 
 

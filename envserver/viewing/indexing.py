@@ -81,7 +81,7 @@ def _tell_of_other(path: Path) -> None:
         raise StoreError(
             f"{path} is in use by an envserver of another version.", hint="End that one first."
         )
-    read = [msgspec.json.decode(one, type=FileState) for one in states]
+    read = [msgspec.json.decode(state, type=FileState) for state in states]
     total = sum(max(0, one.size) for one in read)
     known = sum(min(one.offset, max(0, one.size)) for one in read)
     _tell(Progress(groups=groups, bytes=known, total_bytes=total, done=known == total))

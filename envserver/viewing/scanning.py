@@ -99,7 +99,7 @@ _DECODER: Final = msgspec.json.Decoder(_Line)
 
 
 def _facts(line: _Line, place: str) -> LineFacts:
-    lengths = [_length(one) for one in line.tokens]
+    lengths = [_length(token) for token in line.tokens]
     origin = line.envserver or _adopted(line, place)
     rollouts, bounds = origin.rollouts, origin.reward_range
     solves = range_from_json(bounds) if bounds is not None else None
@@ -286,7 +286,9 @@ def task_of(document: Json) -> tuple[str, str]:
 
 def group_of_documents(documents: Sequence[Json], group_id: str) -> Json:
     line: Json = {"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}
-    rollouts = [_rollout(one, number, group_id, line) for number, one in enumerate(documents)]
+    rollouts = [
+        _rollout(document, number, group_id, line) for number, document in enumerate(documents)
+    ]
     first = documents[0]
     facts = first["metadata"]
     line["envserver"] = {

@@ -147,8 +147,8 @@ async def generate(
     observers: list[Observer] = [tally]
 
     def observe(event: Event) -> None:
-        for one in observers:
-            one(event)
+        for observer in observers:
+            observer(event)
 
     with SftSink(settings, pm1=config.score_range == "pm1") as sink:
         async with rollout_context(

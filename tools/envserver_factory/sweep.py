@@ -43,7 +43,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean(self) -> float:
-        return sum(one.value for one in self.rewards.values()) / len(self.rewards)
+        return sum(reward.value for reward in self.rewards.values()) / len(self.rewards)
 
 
 class Sweep(msgspec.Struct, kw_only=True):
@@ -99,7 +99,7 @@ def _cell(estimate: Estimate | None) -> str:
 class _Axes:
     def __init__(self, sweep: Sweep) -> None:
         alphas = [point.alpha for point in sweep.points]
-        every = [one for point in sweep.points for one in point.rewards.values()]
+        every = [reward for point in sweep.points for reward in point.rewards.values()]
         ends = [end for one in every for end in (one.value, one.low, one.high) if end is not None]
         self.low_alpha, self.high_alpha = min([*alphas, 0.0]), max([*alphas, 1.0])
         self.low, self.high = min([*ends, 0.0]), max([*ends, 1.0])

@@ -462,7 +462,7 @@ def _actions_in(messages: list[Json]) -> list[Json]:
         return actions_of(messages)
     found = [_of_message(message) for message in messages]
     runs = [one for one in found if one is not None]
-    return [{"step": n, **one} for n, one in enumerate(runs, 1)] or actions_of(messages)
+    return [{"step": n, **run} for n, run in enumerate(runs, 1)] or actions_of(messages)
 
 
 def _of_message(message: Json) -> Json | None:

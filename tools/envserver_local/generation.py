@@ -564,5 +564,5 @@ class Runner:
 
 
 def _call_all(callbacks: list[Callable[[], None]]) -> None:
-    for one in callbacks:
-        one()
+    for callback in callbacks:
+        callback()

@@ -254,7 +254,7 @@ class Prefixes:
 
     def _longest(self, blocks: list[int]) -> int | None:
         return next(
-            (self._by_block[one] for one in reversed(blocks) if one in self._by_block), None
+            (self._by_block[block] for block in reversed(blocks) if block in self._by_block), None
         )
 
     def _drop(self, key: int) -> None:

@@ -168,8 +168,8 @@ class Asking:
             prompt_logprobs=scored,
         )
         return [
-            Row(prompt, one, adapter=adapter, eager=bool(eager))
-            for one in sampling.times(body.n or 1)
+            Row(prompt, time, adapter=adapter, eager=bool(eager))
+            for time in sampling.times(body.n or 1)
         ]
 
     @asynccontextmanager

@@ -111,7 +111,7 @@ class Passage:
             raise InputError("A passage must be an object or a text.")
         title, sentences = data.get("title"), data.get("sentences")
         if isinstance(sentences, list):
-            parts = [one.strip() for one in sentences if isinstance(one, str)]
+            parts = [sentence.strip() for sentence in sentences if isinstance(sentence, str)]
             if len(parts) != len(sentences) or not isinstance(title, str):
                 raise InputError("A passage's title and its sentences must be texts.")
             return cls(title.strip(), tuple(parts))

@@ -508,7 +508,7 @@ def _show_plan(console: Console, planned: Plan) -> None:
     from envserver.evaluation.tables import TextTable
 
     kind = "a private" if planned.private else "a public"
-    files = [[one.name, f"{one.size:,}", one.sha256[:12]] for one in planned.files]
+    files = [[file.name, f"{file.size:,}", file.sha256[:12]] for file in planned.files]
     tables = [
         TextTable(f"To {planned.repository}, {kind} model", ["file", "bytes", "sha256"], files)
     ]

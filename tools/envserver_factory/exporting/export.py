@@ -80,7 +80,9 @@ def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRoll
         return list(rollouts)
     if choice == "shortest":
         return [min(rollouts, key=lambda one: (said(one), one.rollout_id))]
-    return [min(rollouts, key=lambda one: (-_reward(one), said(one), one.rollout_id))]
+    return [
+        min(rollouts, key=lambda rollout: (-_reward(rollout), said(rollout), rollout.rollout_id))
+    ]
 
 
 def said(rollout: StoredRollout) -> tuple[int, int]:

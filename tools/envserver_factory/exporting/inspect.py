@@ -296,7 +296,9 @@ def sample_of(rollout: StoredRollout, store: Json) -> Sample:
 def lost_sample(group: StoredGroup, sibling: StoredRollout, kind: str) -> Sample:
     from inspect_ai.log import EvalError, EvalSample
 
-    said = [str(one.get("message", "")) for one in group.failures if one.get("kind") == kind]
+    said = [
+        str(failure.get("message", "")) for failure in group.failures if failure.get("kind") == kind
+    ]
     words = f"{kind}: {said[-1]}" if said else kind
     sample = EvalSample(
         id=sibling.task_id,

@@ -92,7 +92,7 @@ def _added(tokenizer: Json) -> Json:
 def _merges(tokenizer: Json) -> list[str]:
     """Returns the merges in one form: older files have `a b`, newer ones `[a, b]`."""
     merges = (tokenizer.get("model") or {}).get("merges") or []
-    return [one if isinstance(one, str) else " ".join(one) for one in merges]
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def _same_bytes(one: Path, other: Path) -> bool:
@@ -153,7 +153,8 @@ def check(
         _check_tokenizer(base, other, allowed, found)
     if found.problems:
         raise InputError(
-            "These models cannot be added:\n" + "\n".join(f"- {one}" for one in found.problems),
+            "These models cannot be added:\n"
+            + "\n".join(f"- {problem}" for problem in found.problems),
             hint="Only models of one architecture and vocabulary have weights that mean the same.",
             problems=found.problems,
         )
@@ -260,7 +261,7 @@ def _is_tied(config: Json) -> bool:
 
 def _one_of(model: Model, endings: Sequence[str]) -> Tensor | None:
     ends = tuple(endings)
-    return next((one for name, one in model.tensors.items() if name.endswith(ends)), None)
+    return next((tensor for name, tensor in model.tensors.items() if name.endswith(ends)), None)
 
 
 def _equal(model: Model, one: Tensor, other: Tensor) -> bool:
@@ -421,4 +422,7 @@ def _portable(config: Json) -> Json:
 
 
 def _names(recipe: Recipe) -> list[str]:
-    return [recipe.base.name, *(f"{one.plus.name} ({one.weight:g})" for one in recipe.vectors)]
+    return [
+        recipe.base.name,
+        *(f"{vector.plus.name} ({vector.weight:g})" for vector in recipe.vectors),
+    ]

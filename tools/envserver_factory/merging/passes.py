@@ -322,7 +322,7 @@ def _open_others(
     open_weights = functools.cache(lambda folder: stack.enter_context(Weights(folder)))
     opened: dict[Path, Model] = {}
     for folder in dict.fromkeys(
-        folder for one in recipe.vectors for folder in (one.plus, one.minus) if folder
+        folder for vector in recipe.vectors for folder in (vector.plus, vector.minus) if folder
     ):
         if folder.is_file():
             opened[folder] = stack.enter_context(open_vector(folder))

@@ -381,7 +381,7 @@ class Adapted:
 
     def _add_pair(self, path: Path, module: str, sides: Mapping[str, Tensor]) -> None:
         name = self._known(f"{module}.weight", path)
-        if set(sides) != {"A", "B"} or any(len(one.shape) != 2 for one in sides.values()):
+        if set(sides) != {"A", "B"} or any(len(side.shape) != 2 for side in sides.values()):
             raise InputError(f"{path}: {module} is not a pair of two matrices.", hint=_HINT)
         a, b = sides["A"], sides["B"]
         embedding = "lora_embedding_A" in a.name

@@ -76,8 +76,8 @@ class Recipe:
 
     def difference(self) -> str:
         return " + ".join(
-            f"{'' if one.weight == 1 else f'{one.weight:g} * '}{self._difference(one)}"
-            for one in self.vectors
+            f"{'' if vector.weight == 1 else f'{vector.weight:g} * '}{self._difference(vector)}"
+            for vector in self.vectors
         )
 
     def _difference(self, vector: Vector) -> str:

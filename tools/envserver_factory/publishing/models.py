@@ -53,7 +53,7 @@ class Result:
 
 def with_results(text: str, name: str, results: Sequence[Result]) -> str:
     header, body = split_card(text)
-    others = [one for one in _entries(header) if not _is_ours(one)]
+    others = [entry for entry in _entries(header) if not _is_ours(entry)]
     entries = [*others, *map(_entry, results)]
     header["model-index"] = [{"name": name, "results": entries}]
     body = _SECTION.sub("\n\n", body).rstrip("\n")
@@ -120,14 +120,12 @@ def _table(results: Sequence[Result]) -> str:
         "| environment | split | tasks | attempts | mean reward | 95 % interval | pass@k |",
         "|---|---|---:|---:|---:|---|---|",
     ]
-    for one in results:
-        interval = "" if one.low is None else f"{one.low:.3f} to {one.high:.3f}"
-        passed = ", ".join(f"@{k} {value:.3f}" for k, value in one.pass_at.items())
-        name = one.environment.replace("|", "\\|")
-        lines.append(
-            f"| {name} | {one.split} | {one.tasks} | {one.attempts} | {one.mean_reward:.3f} | "
-            f"{interval} | {passed} |"
-        )
+    for result in results:
+        interval = "" if result.low is None else f"{result.low:.3f} to {result.high:.3f}"
+        passed = ", ".join(f"@{k} {value:.3f}" for k, value in result.pass_at.items())
+        name = result.environment.replace("|", "\\|")
+        counts = f"{result.split} | {result.tasks} | {result.attempts}"
+        lines.append(f"| {name} | {counts} | {result.mean_reward:.3f} | {interval} | {passed} |")
     footnote = "\nMeasured by `envserver evaluate`; intervals resample tasks.\n"
     return "\n".join(lines) + "\n" + footnote
 
@@ -275,7 +273,9 @@ def _check_finished(folder: Path, names: Sequence[str]) -> None:
             f"{folder} holds an unfinished training.",
             hint="Finish it with the command that started it.",
         )
-    weights = [name for name in names if any(fnmatch.fnmatchcase(name, one) for one in _WEIGHTS)]
+    weights = [
+        name for name in names if any(fnmatch.fnmatchcase(name, weight) for weight in _WEIGHTS)
+    ]
     described = "adapter_config.json" in names or "config.json" in names
     if not weights or not described:
         raise InputError(

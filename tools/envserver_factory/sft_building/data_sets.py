@@ -389,8 +389,8 @@ def _written(
 
 def _histograms(facts: Iterable[dict[str, list[str]]]) -> dict[str, dict[str, int]]:
     counted: dict[str, Counter[str]] = {}
-    for one in facts:
-        for histogram, names in one.items():
+    for fact in facts:
+        for histogram, names in fact.items():
             counted.setdefault(histogram, Counter()).update(names)
     return {histogram: dict(counts.most_common()) for histogram, counts in counted.items()}
 

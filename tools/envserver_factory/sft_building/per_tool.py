@@ -76,7 +76,7 @@ class Template(BaseModel):
             raise ValueError(f"{error}; write a literal brace twice") from error
         for name in names:
             if name not in _PLACEHOLDERS:
-                known = ", ".join(f"{{{one}}}" for one in _PLACEHOLDERS)
+                known = ", ".join(f"{{{placeholder}}}" for placeholder in _PLACEHOLDERS)
                 raise ValueError(f"{{{name}}} is not one of {known}; write a literal brace twice")
         return text
 

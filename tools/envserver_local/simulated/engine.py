@@ -114,7 +114,11 @@ class Transcript:
                 self._playing.popitem(last=False)
         recorded, chosen = self._playing[rollout]
         if opening not in chosen:
-            same = [one for one in self._recordings[opening] if one.rollout == recorded]
+            same = [
+                recording
+                for recording in self._recordings[opening]
+                if recording.rollout == recorded
+            ]
             chosen[opening] = same[0] if same else self._taken(opening)
         return chosen[opening]
 
@@ -124,7 +128,7 @@ class Transcript:
             return self._taken(opening)
         so_far = _answers(conversation.messages)
         recordings = self._recordings[opening]
-        same = (one for one in recordings if one.answers[:turn] == so_far)
+        same = (recording for recording in recordings if recording.answers[:turn] == so_far)
         return max(same, key=lambda one: len(one.answers), default=recordings[0])
 
     def _taken(self, opening: Opening) -> Recording:
