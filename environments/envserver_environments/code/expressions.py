@@ -63,8 +63,8 @@ def _add(left: Any, right: Any) -> Any:
 
 
 def _multiply(left: Any, right: Any) -> Any:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, _SIZED) and isinstance(other, int) and len(one) * other > MAX_ITEMS:
+    for value, other in ((left, right), (right, left)):
+        if isinstance(value, _SIZED) and isinstance(other, int) and len(value) * other > MAX_ITEMS:
             raise Unevaluable("the product is too large")
     if _bits(left) + _bits(right) > MAX_BITS:
         raise Unevaluable("the product is too large")

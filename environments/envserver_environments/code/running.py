@@ -164,7 +164,7 @@ def harness() -> str:
 Answers = Mapping[int, tuple[Any, str | None]]
 
 
-def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
+def _read_answers(result: ExecResult, numbers: set[int]) -> Answers | str:
     """Value or error by number of the call; a text: why the program could not be loaded."""
     # Text after the last newline was cut off with the program.
     lines = result.stdout.split(b"\n")[:-1]
@@ -181,9 +181,9 @@ def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
     answers: dict[int, tuple[Any, str | None]] = {}
     for line in lines[1:]:
         match _record(line):
-            case [int(number), "v", shape] if number in asked:
+            case [int(number), "v", shape] if number in numbers:
                 answer = _value(shape)
-            case [int(number), "e", str(reason)] if number in asked:
+            case [int(number), "e", str(reason)] if number in numbers:
                 answer = (None, reason)
             case _:
                 raise BadValue("a line is unknown")

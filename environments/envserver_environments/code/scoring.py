@@ -145,7 +145,7 @@ class References:
         default_factory=OrderedDict
     )
 
-    async def asked(
+    async def values(
         self, task: Task, count: int, sandboxes: Sandboxes
     ) -> tuple[list[str], dict[int, Any]]:
         code, name = task.hidden.get("code"), str(task.public["entry_point"])
@@ -182,7 +182,7 @@ async def score_rollout(
         metrics["too_long"] = 1.0
     if code is None or len(code) > MAX_CODE_CHARACTERS:
         return _score([], len(task.public["tests"]), count, rules, None, metrics)
-    fuzzed, wanted = await references.asked(task, rules.fuzz, sandboxes)
+    fuzzed, wanted = await references.values(task, rules.fuzz, sandboxes)
     opened = functools.partial(sandboxes.open, SPEC)
     verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
     agreed = agreement(given, wanted)

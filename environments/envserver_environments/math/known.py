@@ -183,12 +183,12 @@ def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _surely_differ(one: str, other: str) -> bool:
-    numbers = sorted(listed_numbers(readable(one))), sorted(listed_numbers(readable(other)))
+def _surely_differ(gold: str, other: str) -> bool:
+    numbers = sorted(listed_numbers(readable(gold))), sorted(listed_numbers(readable(other)))
     if all(numbers):
-        has_units = _UNIT.search(one) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
+        has_units = _UNIT.search(gold) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
         return numbers[0] != numbers[1] and not has_units
-    return values_differ(value_of(one), value_of(other))
+    return values_differ(value_of(gold), value_of(other))
 
 
 def doubts(problem: Problem, row: Row) -> Iterator[str]:

@@ -117,10 +117,10 @@ _TERM = re.compile(rf"([+-])({_FACTOR}(?:\*{_FACTOR})*)")
 _SUM = re.compile(rf"(?:{_TERM.pattern})+")
 
 
-def equal_polynomials(one: str, other: str) -> bool:
+def equal_polynomials(left: str, right: str) -> bool:
     """Returns whether both are sums of products (`3*x**2*y - 4`, no parentheses) of equal value."""
-    coefficients = _coefficients(one)
-    return coefficients is not None and coefficients == _coefficients(other)
+    coefficients = _coefficients(left)
+    return coefficients is not None and coefficients == _coefficients(right)
 
 
 def _coefficients(text: str) -> dict[Monomial, int] | None:

@@ -281,16 +281,16 @@ def compare(gold: str, answer: str, *, lenient: bool = False, question: str = ""
     for compared in (same_residues, same_logic):
         if (alike := compared(wanted, given)) is not None:
             return Verdict.EQUAL if alike else Verdict.DIFFERENT
-    asked = as_asked(wanted, given)
-    if asked is None or forms_differ(*asked) or (result := _result(*asked, question)) is None:
+    pair = as_asked(wanted, given)
+    if pair is None or forms_differ(*pair) or (result := _result(*pair, question)) is None:
         return Verdict.DIFFERENT
-    wanted, given = asked[0], result
-    one, other = plain_number(wanted), plain_number(given)
-    if one is not None and other is not None:
+    wanted, given = pair[0], result
+    gold_number, number = plain_number(wanted), plain_number(given)
+    if gold_number is not None and number is not None:
         # Also what math-verify says. Between the two it rounds, and is asked.
-        if one == other * ratio:
+        if gold_number == number * ratio:
             return Verdict.EQUAL
-        if abs(one - other * ratio) > _ROUNDED or not _near(one, other * ratio):
+        if abs(gold_number - number * ratio) > _ROUNDED or not _near(gold_number, number * ratio):
             return Verdict.DIFFERENT
     if ratio != 1:
         given = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \\cdot ({given})"
@@ -317,7 +317,7 @@ def _spelled_once(gold: str, answer: str) -> str:
     r"""Returns the side of `\frac34 \lor 75\%` nearest to the gold, if all are one number."""
     sides = [side.strip() for side in _OR.split(answer)]
     wanted, values = _number(gold), [_number(side) for side in sides]
-    if wanted is None or None in values or any(values_differ(values[0], one) for one in values):
+    if wanted is None or None in values or any(values_differ(values[0], value) for value in values):
         return answer
     return min(sides, key=lambda side: abs((_number(side) or 0) - wanted))
 
@@ -537,18 +537,18 @@ def _agree(wanted: Any, given: Any) -> bool:
     wanted, given = (
         value.rhs if _kind(value) == "Equality" else value for value in (wanted, given)
     )
-    one, other = _parts(wanted), _parts(given)
+    wanted_parts, given_parts = _parts(wanted), _parts(given)
     if _kind(wanted) == _kind(given) == "FiniteSet":
         key = importlib.import_module("math_verify.grader").sort_key
-        one, other = sorted(one, key=key), sorted(other, key=key)
-    if [one, other] == [[wanted], [given]]:
+        wanted_parts, given_parts = sorted(wanted_parts, key=key), sorted(given_parts, key=key)
+    if [wanted_parts, given_parts] == [[wanted], [given]]:
         return _are_near(wanted, given)
-    if len(one) != len(other):  # an interval may equal a union
+    if len(wanted_parts) != len(given_parts):  # an interval may equal a union
         return not {_kind(wanted), _kind(given)} & {"FiniteSet", "Tuple"}
     verify = _library().verify
     return all(
         verify(*pair, timeout_seconds=_NO_TIMEOUT) and _agree(*pair)
-        for pair in zip(one, other, strict=True)
+        for pair in zip(wanted_parts, given_parts, strict=True)
     )
 
 
@@ -573,9 +573,11 @@ def _are_near(wanted: Any, given: Any) -> bool:
         hasattr(value, "as_coefficients_dict") for value in (wanted, given)
     ):
         return True
-    one, other = (value.doit().expand().as_coefficients_dict() for value in (wanted, given))
-    if one.keys() == other.keys():
-        return all(_near(one[term], other[term]) for term in one)
+    wanted_terms, given_terms = (
+        value.doit().expand().as_coefficients_dict() for value in (wanted, given)
+    )
+    if wanted_terms.keys() == given_terms.keys():
+        return all(_near(wanted_terms[term], given_terms[term]) for term in wanted_terms)
     point = {
         name: Fraction(7, 10 + at)
         for at, name in enumerate(sorted(wanted.free_symbols | given.free_symbols, key=str))

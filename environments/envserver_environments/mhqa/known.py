@@ -137,11 +137,11 @@ def queries(task: Task) -> list[str]:
 
 
 def _with_tools(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "\n".join(f"{number}. {query}" for number, query in enumerate(asked, start=1))
+    hops = queries(task)
+    plan = "\n".join(f"{number}. {query}" for number, query in enumerate(hops, start=1))
     searches = [
         call_message("search", _thought(task, number, plan), query=query[:300])
-        for number, query in enumerate(asked, start=1)
+        for number, query in enumerate(hops, start=1)
     ]
     facts = supporting_facts(task)
     answer = str(task.hidden["golds"][0])
@@ -153,20 +153,20 @@ def _with_tools(task: Task) -> list[Message]:
 
 
 def _with_texts(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "; ".join(asked)
+    hops = queries(task)
+    plan = "; ".join(hops)
     messages = []
-    for number, query in enumerate(asked, start=1):
+    for number, query in enumerate(hops, start=1):
         thought = _thought(task, number, plan)
         messages.append(written_call("search", thought, query=query[:300]))
     return [*messages, text_message(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
 
 
 def _with_tags(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "\n".join(asked)
+    hops = queries(task)
+    plan = "\n".join(hops)
     messages = []
-    for number, query in enumerate(asked, start=1):
+    for number, query in enumerate(hops, start=1):
         tag = "plan" if number == 1 else "reflection"
         thought = f"<{tag}>{_thought(task, number, plan)}</{tag}>"
         messages.append(text_message(f"{thought}\n<wiki_search>{query}</wiki_search>"))

@@ -80,7 +80,7 @@ def _service(search: Search) -> Service:
 def _asking(run: Rollout) -> Search:
     async def search(query: str, top_k: int) -> list[Hit]:
         found = await run.call_tool(SEARCH, {"query": query, "top_k": top_k})
-        return [Hit(Passage.from_data(one), one["score"]) for one in found]
+        return [Hit(Passage.from_data(hit), hit["score"]) for hit in found]
 
     return search
 
@@ -151,7 +151,7 @@ class Shelf:
         """The passage with that id, else the first that was seen with that title."""
         if name in self._seen:
             return self._seen[name]
-        return next((one for one in self._seen.values() if one.title == name), None)
+        return next((passage for passage in self._seen.values() if passage.title == name), None)
 
     def _shown(self, passage: Passage, most: int) -> str:
         pid = self._pid(passage)

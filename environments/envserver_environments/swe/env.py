@@ -196,10 +196,10 @@ class Swe(DataEnvironment):
         files = self._files_now(task.public.get("image", ""))
         return known_results(task, None if files is None else files.tree)
 
-    def task_from_question(self, asked: Question) -> Task:
-        if asked.answer is not None:
+    def task_from_question(self, request: Question) -> Task:
+        if request.answer is not None:
             raise InputError("A repair is judged by tests, not by an answer.")
-        return asked_task(asked.question, asked.repo, confirm=not asked.yolo)
+        return asked_task(request.question, request.repo, confirm=not request.yolo)
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         return nullcontext({CONFIRM: Terminal().confirm})
@@ -272,11 +272,11 @@ class Swe(DataEnvironment):
             rows = hub_rows(HUBS[name], split, seed)
         seen: set[str] = set()
 
-        def made_of(row: Row, one: NumberedRow) -> Task:
+        def made_of(row: Row, numbered: NumberedRow) -> Task:
             row = named(row, config.columns)
             task_id = str(row.get("instance_id") or name)
             if task_id in seen or task_id == name:
-                task_id = f"{task_id}-{one.number}"
+                task_id = f"{task_id}-{numbered.number}"
             task = self._usable(row, task_id)
             seen.add(task_id)
             return task

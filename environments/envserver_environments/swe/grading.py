@@ -197,8 +197,8 @@ class _Run:
         self._seen = f"seen_{secrets.token_hex(8)}"
         self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
         # Of tests whose answers are all literals, nothing is compared in the sandbox.
-        asked = frozenset[int]() if tests.hoisted else tests.compared
-        self._veiled = _Veiled(asked, exact=tests.hoisted)
+        comparable = frozenset[int]() if tests.hoisted else tests.compared
+        self._veiled = _Veiled(comparable, exact=tests.hoisted)
         size = sum(map(len, tests.files.values()))
         self.plain = tests.plain or size > _MOST_TEXT
         self._sources = {} if self.plain else self._without_answers()
@@ -332,12 +332,12 @@ class _Run:
 
 
 class _Veiled:
-    """The answers of ordinary tests: see `veiling`. Those not in `asked` (see
+    """The answers of ordinary tests: see `veiling`. Those not in `comparable` (see
     `HiddenTests.compared`) are not in the sandbox at all."""
 
-    def __init__(self, asked: frozenset[int] | None, *, exact: bool) -> None:
+    def __init__(self, comparable: frozenset[int] | None, *, exact: bool) -> None:
         self.compared: set[int] = set()
-        self._asked, self._exact = asked, exact
+        self._comparable, self._exact = comparable, exact
         self.renamed: dict[str, str] = {}
         self.questions: dict[int, str] = {}
         self._answers: dict[int, Answer | None] = {}
@@ -350,8 +350,10 @@ class _Veiled:
         tests = veil(source, seen, inner, len(self._answers), exact=self._exact)
         self._answers |= tests.answers
         for number, answer in tests.answers.items():
-            is_asked = answer is not None and (self._asked is None or number in self._asked)
-            candidates = answer.candidates() if answer is not None and is_asked else []
+            is_comparable = answer is not None and (
+                self._comparable is None or number in self._comparable
+            )
+            candidates = answer.candidates() if answer is not None and is_comparable else []
             question = repr((answer.operator if answer else "", candidates))
             if candidates and self._size + len(question) < _MOST_QUESTIONS:
                 self._size += len(question)
@@ -365,7 +367,9 @@ class _Veiled:
         shapes = _shapes(values)
         certain = self._certain.get(name, self._certain.get(name.partition("[")[0], frozenset()))
         numbers = {
-            one[0] for one in shapes if isinstance(one, list) and one and type(one[0]) is int
+            shape[0]
+            for shape in shapes
+            if isinstance(shape, list) and shape and type(shape[0]) is int
         }
         return numbers >= certain and all(map(self._accepts, shapes))
 
@@ -387,7 +391,7 @@ class _Veiled:
 
     def _may_compare(self, number: int) -> bool:
         """Returns whether an object of another class may decide an assertion."""
-        if self._asked is not None and number not in self._asked:
+        if self._comparable is not None and number not in self._comparable:
             return False
         self.compared.add(number)
         return True

@@ -163,7 +163,7 @@ def read_row(
     """`in_image`: an image, and the repository's files in it, instead of a mirror."""
     layout = _layout(row)
     in_mirror = ("repo", "base_commit") if in_image is not None else ()
-    needed = ["problem_statement", *(one for one in _NEEDED[layout] if one not in in_mirror)]
+    needed = ["problem_statement", *(role for role in _NEEDED[layout] if role not in in_mirror)]
     if lacking := [role for role in needed if not row.get(role)]:
         raise missing(row, lacking)
     for field in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # before its repository is looked for

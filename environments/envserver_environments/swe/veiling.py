@@ -245,9 +245,9 @@ class _Veil:
         }
         certain = set(_certain(function.body, [table.loop for table in tables]))
         found = [
-            one
+            replacement
             for node, checks in assertions.items()
-            for one in self._replace(node, checks, uses, columns)
+            for replacement in self._replace(node, checks, uses, columns)
             if node in certain
         ]
         for value in uses.emptied:
@@ -255,10 +255,10 @@ class _Veil:
         for column in columns.values():
             for place, cell in enumerate(column.cells):
                 self._edit(cell, f"({place})")
-        fixed = {number for one in found if not one.by_row for number in one.numbers}
+        fixed = {number for made in found if not made.by_row for number in made.numbers}
         self._result.certain[name] = frozenset(fixed)
         if parameters is not None and any(column.by_row for column in columns.values()):
-            self._rename(parameters, name, fixed, [one.numbers for one in found if one.by_row])
+            self._rename(parameters, name, fixed, [made.numbers for made in found if made.by_row])
 
     def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
         if table.end is not None:
@@ -277,11 +277,11 @@ class _Veil:
         found = [self._replacement(check, uses, columns) for check in checks]
         if any(found):
             texts = [
-                one.text if one else f"assert ({self._source(check.whole)})"
-                for one, check in zip(found, checks, strict=True)
+                replacement.text if replacement else f"assert ({self._source(check.whole)})"
+                for replacement, check in zip(found, checks, strict=True)
             ]
             self._edit(node, "; ".join(texts))
-        return [one for one in found if one]
+        return [replacement for replacement in found if replacement]
 
     def _replacement(
         self, check: _Check, uses: _Uses, columns: dict[str, _Column]
@@ -303,9 +303,11 @@ class _Veil:
             other = self._source(right)
             return _Replacement(f"assert {self._seen}({numbers[0]}, ({value}), ({other}))", numbers)
         literals = [literal(cell) for cell in column.cells] if column else [uses.answer(right)]
-        if symbol in _IDENTITY and not all(one is None or type(one) is bool for one in literals):
+        if symbol in _IDENTITY and not all(
+            value is None or type(value) is bool for value in literals
+        ):
             return None
-        numbers = self._numbered([Answer(symbol, one, self._exact) for one in literals])
+        numbers = self._numbered([Answer(symbol, value, self._exact) for value in literals])
         place = f" + ({self._source(right)})" if column else ""
         by_row = column is not None and column.by_row
         return _Replacement(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
