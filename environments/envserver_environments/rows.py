@@ -13,7 +13,6 @@ import random
 import re
 import shutil
 import string
-import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from envserver_environments.demonstrations import table_beside
 from envserver_records.tasks import Json
 from pydantic import BeforeValidator
 
@@ -291,7 +291,7 @@ class Hub:
 
 def published(module: str) -> tuple[Table, dict[str, Hub]]:
     """The roles and the sets on the hub that `published.toml` beside a module names."""
-    held = tomllib.loads(Path(module).with_name("published.toml").read_text(encoding="utf-8"))
+    held = table_beside(module, "published")
     hubs = {
         name: Hub(**{**facts, "configs": tuple(facts.get("configs", [None]))})
         for name, facts in held.get("hubs", {}).items()

@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -295,13 +296,10 @@ def _lines(value: Any) -> str:
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            return ast.literal_eval(text)
-        except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(text) from error
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    raise ValueError(text)
 
 
 def _call(given: Any, wanted: Any, is_value: bool) -> tuple[Any, Any]:

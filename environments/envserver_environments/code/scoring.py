@@ -8,7 +8,6 @@ import ast
 import asyncio
 import functools
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -98,12 +97,10 @@ def _changed_int(value: int, rng: random.Random) -> int:
 
 def _changed_text(value: str, rng: random.Random) -> str:
     place = rng.randrange(len(value))
-    match rng.randrange(3):
-        case 0:
-            return value[:place] + rng.choice(value) + value[place:]
-        case 1 if len(value) > 1:
-            return value[:place] + value[place + 1 :]
-    return value[:place] + rng.choice(value) + value[place + 1 :]
+    way = rng.randrange(3)
+    end = place if way == 0 else place + 1
+    more = "" if way == 1 and len(value) > 1 else rng.choice(value)
+    return value[:place] + more + value[end:]
 
 
 def _changed_items(items: list[Any], rng: random.Random) -> list[Any]:
@@ -141,9 +138,7 @@ class ScoringRules:
 
 @dataclass
 class References:
-    _known: OrderedDict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(
-        default_factory=OrderedDict
-    )
+    _known: dict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(default_factory=dict)
 
     async def values(
         self, task: Task, count: int, sandboxes: Sandboxes
@@ -163,7 +158,7 @@ class References:
                 trial = await run_trial(Trial(program, calls), sandbox)
             self._known[key] = (calls, trial.values)
             if len(self._known) > _REMEMBERED_REFERENCES:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
         return self._known[key]
 
 
