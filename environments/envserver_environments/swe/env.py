@@ -316,13 +316,12 @@ def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:
     """Returns 1 for a patch that solves the task, else 0; metrics show how near it came."""
-    lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
-    shares = {
-        name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0
-        for name, ids in lists.items()
-    }
     metrics = {
-        **shares,
+        **{
+            name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0
+            for name in ("fail_to_pass", "pass_to_pass")
+            for ids in [task.hidden[name]]
+        },
         "patch": float(bool(patch.strip())),
         "patch_bytes": float(len(patch.encode("utf-8", "replace"))),
         "files_changed": float(verdict.changed),
@@ -333,12 +332,8 @@ def _score(task: Task, patch: str, verdict: Verdict) -> Score:
         metrics["tests_plain"] = 1.0
     for kind, count in verdict.suspicions.items():
         metrics[f"suspicious_{kind}"] = float(count)
-    for name, reason in (
-        ("refused", verdict.refused),
-        ("tampered", verdict.tampered),
-        ("killed_by", verdict.killed_by),
-    ):
-        if reason:
+    for name in ("refused", "tampered", "killed_by"):
+        if reason := getattr(verdict, name):
             metrics[f"{name}_{reason}"] = 1.0
     reward = float(verdict.solved)
     return Score(reward=reward, components={"solved": reward}, metrics=metrics)

@@ -33,6 +33,10 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right) or (left != left and right != right)
 
 
+def _differs(left: Any, right: Any) -> bool:
+    return not same(left, right)
+
+
 def same_keys(left: Any, right: Any) -> bool:
     """Returns whether two collections hold the same hashable items, types included."""
     return sorted(map(_typed, left)) == sorted(map(_typed, right))
@@ -54,14 +58,14 @@ OPERATORS: dict[type[ast.cmpop], str] = {
 _CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     **OPERATIONS,
     "is": same,
-    "is not": lambda value, literal: not same(value, literal),
+    "is not": _differs,
     "in": lambda value, literal: value in literal,
 }
 _EXACT: dict[str, Callable[[Any, Any], Any]] = {
     "==": same,
     "is": same,
-    "!=": lambda value, literal: not same(value, literal),
-    "is not": lambda value, literal: not same(value, literal),
+    "!=": _differs,
+    "is not": _differs,
     "in": lambda value, literal: any(same(value, item) for item in literal),
 }
 """Checks that compare types, too, at all levels; those of order are of numbers only."""

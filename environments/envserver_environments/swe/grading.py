@@ -21,13 +21,14 @@ from typing import Any
 
 import msgspec
 from envserver_environments.code.values import BadValue, read_json, read_value
+from envserver_environments.demonstrations import table_beside
 from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
 from .expected import Answer
 from .patches import PatchError, apply_changes, read_patch, split_protected
-from .repositories import GRADING_PRELOAD, ImageRules
+from .repositories import ImageRules
 from .trees import Entry, Tree, tar_of
 from .tripwires import FRAUD, added_suspicions
 from .veiling import veil
@@ -37,11 +38,7 @@ HARNESS, JUDGING = (
     for name in ("harness.py", "judging.py")
 )
 _INI = b"[pytest]\n"
-_ARGUMENTS = [
-    "-c", "pytest.ini", "--import-mode=importlib", "--assert=plain", "-q", "-q", "--tb=no",
-    "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:faulthandler",
-    "-p", "no:doctest", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",
-]  # fmt: skip
+_HELD = table_beside(__file__)
 _MOST_TEXT = 2 << 20
 """Characters of test files that are sent to the harness; longer ones are run as they are."""
 _MOST_QUESTIONS = 3 << 20
@@ -166,7 +163,7 @@ async def _run_tests(
     limits: SandboxLimits,
     container: Container | None,
 ) -> ExecResult:
-    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
+    spec = SandboxSpec(archive=run.archive(patched), preload=tuple(_HELD["preload"]), limits=limits)
     if container is not None:
         archive = run.archive({**container.built, **patched})
         spec = container.rules.spec(
@@ -273,7 +270,7 @@ class _Run:
                 "files": list(dict.fromkeys(id_.split("::")[0] for id_ in self._tests.ids)),
                 "sentinels": [f"{names[0]}.py", f"{names[-1]}.py"],
                 "plugins": list(self._tests.plugins),
-                "arguments": [*_ARGUMENTS, f"--confcutdir={confined}", *conftests],
+                "arguments": [*_HELD["arguments"], f"--confcutdir={confined}", *conftests],
             }
         ).encode()
 

@@ -173,8 +173,7 @@ def main() -> None:
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_setup(self, item: "Any") -> "Any":
             state.update(item=item, values=[], size=0)
-            result = yield
-            return result
+            return (yield)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item: "Any") -> "Any":
@@ -187,8 +186,7 @@ def main() -> None:
                 if isinstance(case, unittest.TestCase):
                     # Of an asynchronous one pytest leaves the method as it is.
                     setattr(case, item.name, item.obj)
-            result = yield
-            return result
+            return (yield)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_makereport(self, item: "Any", call: "Any") -> "Any":

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+from envserver_environments.demonstrations import table_beside
+
 from .trees import Entry, Tree
 
 MAX_PATCH_BYTES = 2**20
@@ -25,17 +27,9 @@ _MAX_PATH = 400
 _MAX_PART = 200
 _MAX_DEPTH = 20
 
-PROTECTED_NAMES = (
-    "test_*.py", "*_test.py", "conftest.py", "*.ini", "*.cfg", "*.toml", "*.pth", "*._pth",
-    "sitecustomize.py", "usercustomize.py", "setup.py", "*.pyc", "*.pyo", "*.so", "*.pyd",
-    "*.egg-link", ".env", ".coveragerc", ".gitmodules", ".gitattributes", "pytest.py", "noxfile.py",
-)  # fmt: skip
-"""Names of files, in any folder, of which changes do not count."""
-PROTECTED_FOLDERS = frozenset(
-    {"test", "tests", "testing", ".git", ".github", "__pycache__", "site-packages", "_pytest",
-     "pytest", "pluggy"}
-)  # fmt: skip
-"""Folders, anywhere, in which changes do not count."""
+_PROTECTED = table_beside(__file__)
+PROTECTED_NAMES = tuple(_PROTECTED["names"])
+PROTECTED_FOLDERS = frozenset(_PROTECTED["folders"])
 
 
 class PatchError(Exception):

@@ -157,10 +157,8 @@ _METHODS = {
     "assertDictEqual": "==", "assertSetEqual": "==", "assertSequenceEqual": "==",
     "assertMultiLineEqual": "==",
 }  # fmt: skip
-_MIRRORED = {
-    "==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<=", "is": "is",
-    "is not": "is not", "in": "contains",
-}  # fmt: skip
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "contains"}
+"""Operators that are others with their sides exchanged."""
 _IDENTITY = ("is", "is not")
 _CATCHING = ("raises", "suppress")
 
@@ -291,7 +289,7 @@ class _Veil:
         if not symbol:
             return None
         if uses.has_answer(left, columns):
-            left, symbol, right = right, _MIRRORED[symbol], left
+            left, symbol, right = right, _MIRRORED.get(symbol, symbol), left
         if uses.has_answer(left, columns):
             return None
         value = self._source(left)
@@ -443,14 +441,16 @@ def _catches(node: ast.stmt) -> bool:
 
 def _checks(node: ast.stmt, exact: bool) -> list[_Check]:
     """The conditions of an assertion, which all must hold; none of another statement."""
-    if isinstance(node, ast.Assert):
-        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
-        tests = node.test.values if both and isinstance(node.test, ast.BoolOp) else [node.test]
-        return [_check(test, exact) for test in tests]
     match node:
-        case ast.Expr(
-            value=ast.Call(
-                func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"), args=[test, *_]
+        case ast.Assert(test=ast.BoolOp(op=ast.And(), values=tests)):
+            return [_check(test, exact) for test in tests]
+        case (
+            ast.Assert(test=test)
+            | ast.Expr(
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"),
+                    args=[test, *_],
+                )
             )
         ):
             return [_check(test, exact)]
@@ -465,11 +465,9 @@ def _checks(node: ast.stmt, exact: bool) -> list[_Check]:
 
 
 def _check(test: ast.expr, exact: bool) -> _Check:
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        symbol = OPERATORS.get(type(test.ops[0]), "")
-        return _Check(test, test.left, symbol, test.comparators[0])
-    if exact:
-        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        value = test.operand if isinstance(test, ast.UnaryOp) and negated else test
-        return _Check(test, value, "is", ast.Constant(not negated))
-    return _Check(test, test, "", test)
+    match test:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            return _Check(test, left, OPERATORS.get(type(operator), ""), right)
+        case ast.UnaryOp(op=ast.Not(), operand=value) if exact:
+            return _Check(test, value, "is", ast.Constant(False))
+    return _Check(test, test, "is", ast.Constant(True)) if exact else _Check(test, test, "", test)
