@@ -225,14 +225,10 @@ def forms_differ(gold: str, answer: str) -> bool:
     sets, and overlooks dots and brackets at infinity."""
     if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
         return True
-    if bool(_UNEQUAL.search(gold)) != bool(_UNEQUAL.search(answer)):
-        return True
-    if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
-        _DOTS.search(answer)
-    ):
-        return True
-    if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
-        return True
+    dots = [_DOTS] if "," in gold or "." not in answer else []
+    for pattern in (_UNEQUAL, _CLOSED_AT_INFINITY, *dots):
+        if bool(pattern.search(gold)) != bool(pattern.search(answer)):
+            return True
     if _ORDER.search(gold):
         return not (_ORDER.search(answer) or _INTERVAL.search(answer))
     if (indexed := _SUM_OF_INDEXED.search(gold)) and f"\\{indexed[1]}" not in answer:

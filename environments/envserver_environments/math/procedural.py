@@ -37,8 +37,10 @@ Entry = dict[str, Any]
 
 def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str, Entry]]:
     """(id, entry), without end, the same for the same names, split and seed."""
-    for name in names:
-        _check_allowed(name)
+    if refused := [name for name in names if name not in ALLOWED]:
+        raise ConfigError(
+            f"The generator {refused[0]!r} is not allowed.", hint=f"Allowed: {', '.join(ALLOWED)}."
+        )
     rng = random.Random(f"procedural-{split}-{seed}")
     drawn = dict.fromkeys(names, 0)
     while True:
@@ -84,13 +86,6 @@ def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -
         return 0.0
     score = min(score, 1.0)
     return score if partial_credit or score == 1.0 else 0.0
-
-
-def _check_allowed(name: str) -> None:
-    if name not in ALLOWED:
-        raise ConfigError(
-            f"The generator {name!r} is not allowed.", hint=f"Allowed: {', '.join(ALLOWED)}."
-        )
 
 
 @functools.lru_cache(maxsize=64)

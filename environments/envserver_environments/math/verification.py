@@ -174,8 +174,9 @@ class _Reader:
         return _Size(terms=int(is_name), names=frozenset([token] if is_name else []))
 
     def _next(self) -> str:
+        token = self._peek()
         self._at += 1
-        return self._tokens[self._at - 1] if self._at <= len(self._tokens) else ""
+        return token
 
     def _peek(self) -> str:
         return self._tokens[self._at] if self._at < len(self._tokens) else ""
@@ -447,6 +448,18 @@ class _Library:
     strict: list[Any]
     lenient: list[Any]
 
+    def parsed(self, latex: str, *, lenient: bool = False) -> list[Any]:
+        parsed: list[Any] = self.parse(
+            f"\\boxed{{{latex}}}",
+            self.lenient if lenient else self.strict,
+            extraction_mode="any_match" if lenient else "first_match",
+            parsing_timeout=_NO_TIMEOUT,
+        )
+        return parsed
+
+    def same(self, wanted: Any, given: Any) -> bool:
+        return bool(self.verify(wanted, given, timeout_seconds=_NO_TIMEOUT))
+
 
 @functools.cache
 def _library() -> _Library:
@@ -480,26 +493,16 @@ def _library() -> _Library:
         [strict],
         [math_verify.ExprExtractionConfig(), strict],
     )
-    _warm_up(library)
-    return library
-
-
-def _warm_up(library: _Library) -> None:
-    """Runs comparisons of every kind: children inherit what the parser and sympy have loaded."""
+    # Comparisons of every kind: children inherit what the parser and sympy have loaded.
     for gold, answer in _WARM_UP:
         first = library.parse(f"\\boxed{{{gold}}}", library.strict)
         library.verify(first, library.parse(f"\\boxed{{{answer}}}", library.strict))
+    return library
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> tuple[Any, ...]:
-    library = _library()
-    boxed = f"\\boxed{{{gold}}}"
-    return tuple(
-        library.parse(
-            boxed, library.strict, extraction_mode="first_match", parsing_timeout=_NO_TIMEOUT
-        )
-    )
+    return tuple(_library().parsed(gold))
 
 
 def _words(latex: str) -> str:
@@ -508,17 +511,12 @@ def _words(latex: str) -> str:
 
 def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
     library = _library()
-    parsed = library.parse(
-        f"\\boxed{{{answer}}}",
-        library.lenient if lenient else library.strict,
-        extraction_mode="any_match" if lenient else "first_match",
-        parsing_timeout=_NO_TIMEOUT,
-    )
-    if library.verify(list(gold), parsed, timeout_seconds=_NO_TIMEOUT):
+    parsed = library.parsed(answer, lenient=lenient)
+    if library.same(list(gold), parsed):
         agreed = not (gold and parsed) or _agree(gold[0], parsed[0])
         return Verdict.EQUAL if agreed else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
-    fit = library.verify(list(gold), list(gold), timeout_seconds=_NO_TIMEOUT)
+    fit = library.same(list(gold), list(gold))
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
 
 
@@ -545,10 +543,9 @@ def _agree(wanted: Any, given: Any) -> bool:
         return _are_near(wanted, given)
     if len(wanted_parts) != len(given_parts):  # an interval may equal a union
         return not {_kind(wanted), _kind(given)} & {"FiniteSet", "Tuple"}
-    verify = _library().verify
+    same = _library().same
     return all(
-        verify(*pair, timeout_seconds=_NO_TIMEOUT) and _agree(*pair)
-        for pair in zip(wanted_parts, given_parts, strict=True)
+        same(*pair) and _agree(*pair) for pair in zip(wanted_parts, given_parts, strict=True)
     )
 
 
