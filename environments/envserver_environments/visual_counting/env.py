@@ -132,11 +132,15 @@ class VisualCounting(Environment):
         every = "\n".join(f"Answer: {number}" for number in range(10))
         right = f"Answer: {count}"
         yield KnownResult("the count", Result(output=right), least=1.0, most=1.0)
-        yield KnownResult("one more", Result(output=f"Answer: {count + 1}"))
-        yield KnownResult("every count", Result(output=every))
-        yield KnownResult("every count, then it", Result(output=f"{every}\n{right}"))
-        yield KnownResult("two counts in a line", Result(output=f"{right} or {count + 1}"))
-        yield KnownResult("the count, then more", Result(output=f"{right}\nor not"))
+        wrong = {
+            "one more": f"Answer: {count + 1}",
+            "every count": every,
+            "every count, then it": f"{every}\n{right}",
+            "two counts in a line": f"{right} or {count + 1}",
+            "the count, then more": f"{right}\nor not",
+        }
+        for name, output in wrong.items():
+            yield KnownResult(name, Result(output=output))
 
 
 def answer_of(output: Any) -> int | None:
