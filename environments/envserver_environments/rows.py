@@ -111,18 +111,14 @@ def decoded(value: Any) -> Any:
 
 def by_label(options: Any) -> Any:
     value = decoded(options)
-    pairs = [
-        [*option.items()] if isinstance(option, Mapping) else [option]
-        for option in (value if isinstance(value, list) else ())
-    ]
-    is_labelled = pairs and all(
-        len(pair) == 1
-        and isinstance(pair[0], list | tuple)
-        and len(pair[0]) == 2
-        and re.fullmatch("[A-Za-z]", str(pair[0][0]))
-        for pair in pairs
-    )
-    return dict(pair[0] for pair in pairs) if is_labelled else value
+    by_letter: dict[str, Any] = {}
+    for option in value if isinstance(value, list) else ():
+        match [*option.items()] if isinstance(option, Mapping) else [option]:
+            case [[label, text]] if re.fullmatch("[A-Za-z]", str(label)):
+                by_letter[label] = text
+            case _:
+                return value
+    return by_letter or value
 
 
 def last_message(value: Any, *roles: str) -> Any:

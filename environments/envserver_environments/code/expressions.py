@@ -145,13 +145,8 @@ def _counter_of(value: Any = ()) -> Counter[Any]:
 
 def _sum(items: Iterable[Any], start: Any = 0) -> Any:
     """Sums numbers only: adding lists takes quadratic time."""
-    return sum((_number(item) for item in items), start=_number(start))
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float | complex):
-        raise TypeError("only numbers are summed here")
-    return value
+    number = _numbers(lambda value: value)
+    return sum(map(number, items), start=number(start))
 
 
 def _is_instance(value: Any, kinds: Any) -> bool:

@@ -393,14 +393,13 @@ def _percents(gold: str, answer: str, *, in_percent: bool) -> tuple[str, str]:
     r"""Returns both with the same percent sign: `7\%` equals 7 if the gold or the question has
     percents, else 0.07."""
     wanted, given = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
-    if wanted and given:
-        return wanted[1], given[1]
-    if not (wanted or given):
-        return gold, answer
-    number = value_of(wanted[1] if wanted else gold), value_of(given[1] if given else answer)
-    known = None not in number
-    if (wanted or in_percent) and known and not values_differ(*number):
-        return (wanted[1] if wanted else gold), (given[1] if given else answer)
+    bare = (wanted[1] if wanted else gold), (given[1] if given else answer)
+    if bool(wanted) == bool(given):
+        return bare
+    numbers = [value_of(side) for side in bare]
+    known = None not in numbers
+    if (wanted or in_percent) and known and not values_differ(*numbers):
+        return bare
     if wanted:
         gold = f"\\frac{{{wanted[1]}}}{{100}}"
     if given and (known or not in_percent):

@@ -206,29 +206,28 @@ def _passages(value: Any, row: Row) -> Iterator[Passage]:
             pairs = zip_longest(titles, columns[0], fillvalue="")
             value = [[str(title), text] for title, text in pairs if text]
     for passage in value if isinstance(value, list) else [value]:
-        if isinstance(passage, str):
-            passage = {"title": "", "text": passage}
-        elif isinstance(passage, list | tuple):
-            if (
-                len(passage) != 2
-                or not isinstance(passage[0], str)
-                or not isinstance(passage[1], str | list)
-            ):
+        match passage:
+            case str():
+                passage = {"title": "", "text": passage}
+            case [str(title), str(text)]:
+                passage = {"title": title, "text": text}
+            case [str(title), list(sentences)]:
+                passage = {"title": title, "sentences": sentences}
+            case list() | tuple():
                 raise InputError("The row's context is not a list of titles and sentences.")
-            name = "text" if isinstance(passage[1], str) else "sentences"
-            passage = {"title": passage[0], name: passage[1]}
-        elif isinstance(passage, Mapping):
-            passage = passage.get("document") or passage.get("doc") or passage
+            case Mapping():
+                passage = passage.get("document") or passage.get("doc") or passage
         yield Passage.from_data(passage)
 
 
 def _facts(value: Any) -> Iterator[Fact]:
     facts: dict[Fact, None] = {}
     for pair in _tuples(value, ("title", "sent_id")):
-        title, number = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        if not isinstance(title, str) or not isinstance(number, int):
-            raise InputError("The row's supporting_facts are not titles and numbers.")
-        facts[title.strip(), number] = None
+        match pair:
+            case [str(title), int(number)]:
+                facts[title.strip(), number] = None
+            case _:
+                raise InputError("The row's supporting_facts are not titles and numbers.")
     yield from facts
 
 

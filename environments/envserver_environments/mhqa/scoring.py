@@ -315,21 +315,18 @@ def _numbered(value: object) -> list[Any]:
 
 
 def _facts(value: object) -> list[tuple[str, int]]:
-    return [
-        (pair[0], pair[1])
-        for pair in _list(value)
-        if isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], int)
-    ]
+    facts = []
+    for pair in _list(value):
+        match pair:
+            case [str(title), int(number)]:
+                facts.append((title, number))
+    return facts
 
 
 def _triples(value: object) -> list[tuple[str, ...]]:
-    return [
-        tuple(triple)
-        for triple in _list(value)
-        if isinstance(triple, list | tuple)
-        and len(triple) == 3
-        and all(isinstance(part, str) for part in triple)
-    ]
+    triples: list[tuple[str, ...]] = []
+    for triple in _list(value):
+        match triple:
+            case [str(), str(), str()]:
+                triples.append(tuple(triple))
+    return triples

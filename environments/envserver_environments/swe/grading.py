@@ -22,7 +22,6 @@ from typing import Any
 import msgspec
 from envserver_environments.code.values import BadValue, read_json, read_value
 from envserver_environments.demonstrations import table_beside
-from msgspec import structs
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
@@ -163,19 +162,18 @@ async def _run_tests(
     limits: SandboxLimits,
     container: Container | None,
 ) -> ExecResult:
-    spec = SandboxSpec(archive=run.archive(patched), preload=tuple(_HELD["preload"]), limits=limits)
-    if container is not None:
-        archive = run.archive({**container.built, **patched})
-        spec = container.rules.spec(
-            structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
-        )
-    python = None if container is None else container.python
+    if container is None:
+        preload = tuple(_HELD["preload"])
+        spec = SandboxSpec(archive=run.archive(patched), preload=preload, limits=limits)
+    else:
+        spec = SandboxSpec(archive=run.archive({**container.built, **patched}), limits=limits)
+        spec = container.rules.spec(spec, container.image, for_agent=False)
     request, place = run.request(), "/work/grade"
     async with sandboxes.open(spec) as sandbox:
-        if python is None:
+        if container is None:
             result = await sandbox.run_python(HARNESS, stdin=request, cwd=place)
         else:
-            words = [python, "-I", "-c", HARNESS]
+            words = [container.python, "-I", "-c", HARNESS]
             result = await sandbox.exec(words, stdin=request, cwd=place)
     if result.killed_by in _OURS:
         raise SandboxError(f"The sandbox of the tests was {result.killed_by}.")

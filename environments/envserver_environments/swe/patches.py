@@ -209,11 +209,9 @@ def _read_section(lines: list[bytes]) -> Change:
         place += 1
     hunks = _read_hunks(lines[place:])
     old, new = header.old or header.both, header.new or header.both
-    if old is None or new is None:
-        raise PatchError("malformed", "a change names no file")
     old_path = None if header.created or old == "/dev/null" else old
     new_path = None if header.deleted or new == "/dev/null" else new
-    if old_path is None and new_path is None:
+    if None in (old, new) or (old_path is None and new_path is None):
         raise PatchError("malformed", "a change names no file")
     if header.both is not None and not {old_path, new_path} <= {header.both, None}:
         raise PatchError("malformed", "a change contradicts its header")

@@ -79,16 +79,18 @@ def parameter_table(function: Function, ids: list[str], name: str) -> Table | No
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "parametrize"
     ]
-    if len(found) != 1 or len(found[0].args) != 2:
-        return None
-    first, rows = literal(found[0].args[0]), found[0].args[1]
+    match found:
+        case [ast.Call(args=[argument, rows], keywords=keywords)]:
+            first = literal(argument)
+        case _:
+            return None
     names = first.replace(",", " ").split() if isinstance(first, str) else first
     cells = _cells(rows, len(names)) if isinstance(names, list | tuple) else []
-    has_ids = [keyword.arg for keyword in found[0].keywords] == ["ids"]
-    if not cells or len(names) < 2 or (found[0].keywords and not has_ids):
+    has_ids = [keyword.arg for keyword in keywords] == ["ids"]
+    if not cells or len(names) < 2 or (keywords and not has_ids):
         return None
     if has_ids:
-        said = literal(found[0].keywords[0].value)
+        said = literal(keywords[0].value)
         made = said if isinstance(said, list | tuple) else []
     else:
         made = [_row_id(names, row, place) for place, row in enumerate(cells)]
