@@ -166,7 +166,8 @@ async def score_rollout(
     task: Task, result: Result, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> Score:
     entry_point = str(task.public["entry_point"])
-    count = len(all_tests(task))
+    verdicts: list[Verdict] = []
+    agreed = None
     metrics = {
         "truncated": float(result.truncated),
         "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
@@ -175,13 +176,12 @@ async def score_rollout(
     metrics["answered"] = float(code is not None)
     if code is not None and len(code) > MAX_CODE_CHARACTERS:
         metrics["too_long"] = 1.0
-    if code is None or len(code) > MAX_CODE_CHARACTERS:
-        return _score([], len(task.public["tests"]), count, rules, None, metrics)
-    fuzzed, wanted = await references.values(task, rules.fuzz, sandboxes)
-    opened = functools.partial(sandboxes.open, SPEC)
-    verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
-    agreed = agreement(given, wanted)
-    return _score(verdicts, len(task.public["tests"]), count, rules, agreed, metrics)
+    elif code is not None:
+        fuzzed, wanted = await references.values(task, rules.fuzz, sandboxes)
+        opened = functools.partial(sandboxes.open, SPEC)
+        verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
+        agreed = agreement(given, wanted)
+    return _score(task, verdicts, rules, agreed, metrics)
 
 
 def all_tests(task: Task) -> list[Any]:
@@ -234,14 +234,14 @@ def submitted(result: Result, entry_point: str) -> str | None:
 
 
 def _score(
+    task: Task,
     verdicts: list[Verdict],
-    visible: int,
-    tests: int,
     rules: ScoringRules,
     agreed: float | None,
     metrics: dict[str, float],
 ) -> Score:
-    fraction = sum(verdict.passed for verdict in verdicts) / tests
+    fraction = sum(verdict.passed for verdict in verdicts) / len(all_tests(task))
+    visible = len(task.public["tests"])
     knows_a_rule = agreed is None or agreed >= LEAST_AGREEMENT
     passed = float(fraction == 1.0 and knows_a_rule)
     metrics["tests_passed"] = fraction
