@@ -48,7 +48,9 @@ def text_in(value: object) -> str | None:
 
 def last_reply(messages: Sequence[Message]) -> Message:
     """The last message of the assistant; {} without any."""
-    return next((one for one in reversed(messages) if one.get("role") == "assistant"), {})
+    return next(
+        (message for message in reversed(messages) if message.get("role") == "assistant"), {}
+    )
 
 
 def arguments_of(tool: Tool, message: Message) -> Json | None:

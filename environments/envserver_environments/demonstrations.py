@@ -6,8 +6,11 @@ from __future__ import annotations
 import functools
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
+
+from envserver_records.tasks import Json
 
 from envserver import KnownResult, Message, Result
 
@@ -16,6 +19,12 @@ from envserver import KnownResult, Message, Result
 def prompt_beside(module: str, name: str) -> str:
     """The text of `NAME.txt` beside the file of a module."""
     return (Path(module).parent / f"{name}.txt").read_text(encoding="utf-8").strip()
+
+
+def table_beside(module: str, name: str | None = None) -> Json:
+    """The table in the TOML file beside a module: `NAME.toml`, else of the module's own name."""
+    path = Path(module).with_name(f"{name}.toml") if name else Path(module).with_suffix(".toml")
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 _SECTION = re.compile(r"^=== (.+)\n", re.MULTILINE)

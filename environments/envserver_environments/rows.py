@@ -13,7 +13,6 @@ import random
 import re
 import shutil
 import string
-import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,6 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from envserver_environments.demonstrations import table_beside
 from envserver_records.tasks import Json
 from pydantic import BeforeValidator
 
@@ -50,7 +50,7 @@ def roles_of(row: Json, table: Table, columns: Mapping[str, str]) -> Json:
         role: _first(row, (columns[role],) if role in columns else names)
         for role, names in table.items()
     }
-    named = {role: one for role, one in found.items() if one is not None}
+    named = {role: pair for role, pair in found.items() if pair is not None}
     _, solution = named.get("solution", ("", ""))
     took([f"{role}: {name}" for role, (name, _) in named.items()], str(solution))
     return {role: value for role, (_, value) in named.items()}
@@ -92,7 +92,7 @@ def value_at(row: Any, path: str) -> Any:
         return None
     inner = decoded(row.get(name)) if isinstance(row, Mapping) else None
     if isinstance(inner, list):
-        parts = [part for one in inner for part in (one if isinstance(one, list) else [one])]
+        parts = [part for item in inner for part in (item if isinstance(item, list) else [item])]
         values = [value_at(part, rest) for part in parts]
         return values if values and all(value is not None for value in values) else None
     return value_at(inner, rest)
@@ -111,29 +111,27 @@ def decoded(value: Any) -> Any:
 
 def by_label(options: Any) -> Any:
     value = decoded(options)
-    pairs = [
-        [*one.items()] if isinstance(one, Mapping) else [one]
-        for one in (value if isinstance(value, list) else ())
-    ]
-    is_labelled = pairs and all(
-        len(pair) == 1
-        and isinstance(pair[0], list | tuple)
-        and len(pair[0]) == 2
-        and re.fullmatch("[A-Za-z]", str(pair[0][0]))
-        for pair in pairs
-    )
-    return dict(pair[0] for pair in pairs) if is_labelled else value
+    by_letter: dict[str, Any] = {}
+    for option in value if isinstance(value, list) else ():
+        match [*option.items()] if isinstance(option, Mapping) else [option]:
+            case [[label, text]] if re.fullmatch("[A-Za-z]", str(label)):
+                by_letter[label] = text
+            case _:
+                return value
+    return by_letter or value
 
 
 def last_message(value: Any, *roles: str) -> Any:
     """Returns the last message of the user (or of `roles`); any other value is unchanged."""
     messages = decoded(value)
-    if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, Mapping) for message in messages
+    ):
         return value
     said = [
-        one.get("content", one.get("value"))
-        for one in messages
-        if one.get("role", one.get("from")) in (roles or ("user", "human"))
+        message.get("content", message.get("value"))
+        for message in messages
+        if message.get("role", message.get("from")) in (roles or ("user", "human"))
     ][-1:]
     if said and isinstance(said[0], list):  # in parts
         return "".join(str(part.get("text", "")) for part in said[0] if isinstance(part, Mapping))
@@ -157,7 +155,7 @@ def objects_of(value: Any) -> list[Json]:
             dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=False)
         ]
     several = value if isinstance(value, list) else ()
-    return [dict(one) for one in several if isinstance(one, Mapping)]
+    return [dict(item) for item in several if isinstance(item, Mapping)]
 
 
 def rows_within(row: Json, path: str) -> list[Json]:
@@ -165,16 +163,16 @@ def rows_within(row: Json, path: str) -> list[Json]:
     the row."""
     name, _, rest = path.partition(".")
     inner = objects_of(row[name]) if isinstance(row.get(name), list | dict) else []
-    if not inner or (rest and not any(rest in one for one in inner)):
+    if not inner or (rest and not any(rest in item for item in inner)):
         return [dict(row)]
     around = {key: value for key, value in row.items() if key != name}
-    parts = [{**around, **one} for one in inner]
-    return [one for part in parts for one in rows_within(part, rest)] if rest else parts
+    parts = [{**around, **item} for item in inner]
+    return [inner_row for part in parts for inner_row in rows_within(part, rest)] if rest else parts
 
 
 def _first(row: Json, names: Iterable[str]) -> tuple[str, Any] | None:
     values = ((name, value_at(row, name)) for name in names)
-    return next((one for one in values if not isinstance(one[1], bool | None)), None)
+    return next((pair for pair in values if not isinstance(pair[1], bool | None)), None)
 
 
 Row = dict[str, Any]
@@ -289,7 +287,7 @@ class Hub:
 
 def published(module: str) -> tuple[Table, dict[str, Hub]]:
     """The roles and the sets on the hub that `published.toml` beside a module names."""
-    held = tomllib.loads(Path(module).with_name("published.toml").read_text(encoding="utf-8"))
+    held = table_beside(module, "published")
     hubs = {
         name: Hub(**{**facts, "configs": tuple(facts.get("configs", [None]))})
         for name, facts in held.get("hubs", {}).items()
@@ -363,21 +361,21 @@ def hub_rows(
 
 def _with_ids(rows: Iterator[NumberedRow], source: Rows) -> Iterator[NumberedRow]:
     name, seen = _id_field(source), {""}
-    for one in rows:
-        own = text_of((one.row or {}).get(name))
-        yield one._replace(id="" if own in seen else own)
+    for numbered in rows:
+        own = text_of((numbered.row or {}).get(name))
+        yield numbered._replace(id="" if own in seen else own)
         seen.add(own)
 
 
 def _id_field(source: Rows) -> str:
     """The field of IDS that differs in most of the rows that are looked at, else ""."""
-    asked: list[Row] = []
+    looked_at: list[Row] = []
     for number in random.Random(0).sample(range(source.count), min(source.count, ROWS_ASKED)):
         with unreported(), suppress(InputError):  # a row that cannot be read is reported elsewhere
-            asked.append(source.read(number))
-    ids = {name: {text_of(row.get(name)) for row in asked} - {""} for name in IDS}
+            looked_at.append(source.read(number))
+    ids = {name: {text_of(row.get(name)) for row in looked_at} - {""} for name in IDS}
     best = max(IDS, key=lambda name: len(ids[name]))
-    return best if 2 * len(ids[best]) >= len(asked) else ""
+    return best if 2 * len(ids[best]) >= len(looked_at) else ""
 
 
 def _hub_rows(
@@ -390,8 +388,8 @@ def _hub_rows(
                 yield NumberedRow(number, row, f"{hub.path}, split {named}: row {number}")
             continue
         rows = on_the_hub(hub.path, config, named, **hub.arguments)
-        for one in _shuffled(rows, f"hub-{seed}-{named}-{config}", split, division):
-            yield one._replace(number=first + one.number)
+        for numbered in _shuffled(rows, f"hub-{seed}-{named}-{config}", split, division):
+            yield numbered._replace(number=first + numbered.number)
         first += rows.count
 
 
@@ -444,14 +442,14 @@ def made(
 ) -> Iterator[tuple[str, T | str]]:
     """Yields the place of each row, and what `make` returns, or the message where it raises
     InputError or the row cannot be read."""
-    for one in rows:
+    for numbered in rows:
         try:
-            if one.row is None:
-                raise InputError(one.problem)
-            result: T | str = make(one.row, one)
+            if numbered.row is None:
+                raise InputError(numbered.problem)
+            result: T | str = make(numbered.row, numbered)
         except InputError as error:
             result = error.message
-        yield one.place, result
+        yield numbered.place, result
 
 
 def mixed(streams: Iterable[Iterator[Task]], seed: str) -> Iterator[Task]:
@@ -500,9 +498,11 @@ def options_of(raw: Any) -> tuple[list[str], int | None]:
         raw = [raw[name] for name in sorted(raw)]
     while isinstance(raw, list) and raw and text_of(raw[-1]) in _EMPTY:
         raw = raw[:-1]
-    if not isinstance(raw, list) or not all(isinstance(one, str | int | float) for one in raw):
+    if not isinstance(raw, list) or not all(
+        isinstance(option, str | int | float) for option in raw
+    ):
         raise InputError("This row's options are not a list of texts.")
-    options = [str(one).strip() if text_of(one) else "" for one in raw]
+    options = [str(option).strip() if text_of(option) else "" for option in raw]
     if len(options) == 1 or len(options) > MAX_OPTIONS or not all(options):
         raise InputError("This row's options are too few, too many, or empty.")
     labels = [label for label in map(_LABEL.fullmatch, options) if label]

@@ -13,6 +13,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,9 @@ class RowTests:
     def _calls(self) -> Iterator[tuple[Any, Any]]:
         # Where tests name the function as APPS does, each result is in a list of its own.
         outputs = [wanted for _, wanted in self.pairs]
-        wrapped = self.name and all(isinstance(one, list) and len(one) == 1 for one in outputs)
+        wrapped = self.name and all(
+            isinstance(output, list) and len(output) == 1 for output in outputs
+        )
         for given, wanted in self.pairs:
             yield _call(given, wanted[0], True) if wrapped else _call(given, wanted, False)
 
@@ -227,7 +230,7 @@ def read_tests(value: Any) -> RowTests:
     match decoded(value):
         case str(script):
             return RowTests(scripts=(script,))
-        case [str(), *_] as scripts if all(isinstance(one, str) for one in scripts):
+        case [str(), *_] as scripts if all(isinstance(script, str) for script in scripts):
             return RowTests(scripts=tuple(scripts))
         case {"inputs": given, "outputs": wanted} | {"input": given, "output": wanted} as found:
             given, wanted = decoded(given), decoded(wanted)
@@ -238,13 +241,15 @@ def read_tests(value: Any) -> RowTests:
             if inner is not None:
                 tests = read_tests(inner)
                 return RowTests(tests.pairs, tests.scripts, tests.name or _name_in(found))
-        case [Mapping() as first, *_] as tests if all(isinstance(one, Mapping) for one in tests):
+        case [Mapping() as first, *_] as tests if all(isinstance(test, Mapping) for test in tests):
             for given, wanted in _PAIRS:
                 if all({given, wanted} <= test.keys() for test in tests):
                     pairs = tuple((test[given], test[wanted]) for test in tests)
-                    lists = tuple((decoded(one), decoded(other)) for one, other in pairs)
+                    lists = tuple(
+                        (decoded(argument), decoded(output)) for argument, output in pairs
+                    )
                     if first.get("fn_name") and all(
-                        isinstance(one, list) for pair in lists for one in pair
+                        isinstance(value, list) for pair in lists for value in pair
                     ):
                         pairs = lists
                     return RowTests(pairs, name=_name_in(first))
@@ -269,9 +274,9 @@ def kept(
         visible += place < len(public)
     if not tests:
         raise InputError("The row has no test that can be judged.")
-    pairs = [one for one in tests if isinstance(one, dict)]
-    given = {one["input"].strip() for one in pairs}
-    if len({(one["input"].strip(), *one["output"].split()) for one in pairs}) > len(given):
+    pairs = [test for test in tests if isinstance(test, dict)]
+    given = {pair["input"].strip() for pair in pairs}
+    if len({(pair["input"].strip(), *pair["output"].split()) for pair in pairs}) > len(given):
         raise InputError("Two of its tests have the same input and different outputs.")
     # Where nothing would be hidden, half is.
     if visible == len(tests) or not visible:
@@ -291,21 +296,22 @@ def _lines(value: Any) -> str:
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            return ast.literal_eval(text)
-        except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(text) from error
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return parse(text)
+    raise ValueError(text)
 
 
 def _call(given: Any, wanted: Any, is_value: bool) -> tuple[Any, Any]:
     """Arguments and result, as values or texts of values: an argument without quotes shows that
     they are values."""
-    texts = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
-    if texts and all(_QUOTED.fullmatch(one) for one in texts):
-        return [_result(one) for one in given], _result(wanted)
+    texts = (
+        [argument for argument in given if isinstance(argument, str)]
+        if isinstance(given, list)
+        else []
+    )
+    if texts and all(_QUOTED.fullmatch(text) for text in texts):
+        return [_result(argument) for argument in given], _result(wanted)
     return _arguments(given), wanted if texts or is_value else _result(wanted)
 
 
@@ -399,17 +405,17 @@ def read_problem(
     if is_stub:
         if code and name not in defined_names(code):
             code = text + code
-        asked = f"Complete this function.\n\n```python\n{text.strip()}\n```"
+        instruction = f"Complete this function.\n\n```python\n{text.strip()}\n```"
     else:
-        asked = text.strip()
+        instruction = text.strip()
         if starter and name:
-            asked += f"\n\nBegin with:\n\n```python\n{starter}\n```"
-    named = [str(found.get("entry_point")), *(one.name for one in hidden)]
-    in_class = "class Solution" in starter or any("Solution()" in one for one in named)
+            instruction += f"\n\nBegin with:\n\n```python\n{starter}\n```"
+    named = [str(found.get("entry_point")), *(part.name for part in hidden)]
+    in_class = "class Solution" in starter or any("Solution()" in name for name in named)
     given, answer = row.get("visible"), row.get("output")
     return Problem(
         str(row.get("data_set") or data_set),
-        asked,
+        instruction,
         name,
         tests,
         given if isinstance(given, int) and 0 <= given <= len(tests) else visible,
@@ -436,7 +442,9 @@ def _tests(row: Row, found: Json) -> tuple[list[RowTests], list[RowTests]]:
         raise InputError("Its outputs need a checker, or files, of their own.")
     given = [found[role] for role in ("tests", "more_tests") if role in found]
     # Codeforces has the number of its generated tests.
-    hidden = [read_tests(one) for one in given if not isinstance(one, int) and decoded(one) != []]
+    hidden = [
+        read_tests(part) for part in given if not isinstance(part, int) and decoded(part) != []
+    ]
     try:
         public = [read_tests(found["public_tests"])] if "public_tests" in found else []
     except InputError:  # examples in prose
@@ -449,13 +457,13 @@ def _tests(row: Row, found: Json) -> tuple[list[RowTests], list[RowTests]]:
 
 
 def _entry_point(found: Json, tests: list[RowTests], starter: str, code: str) -> str:
-    name = found.get("entry_point") or next((one.name for one in tests if one.name), "")
+    name = found.get("entry_point") or next((test.name for test in tests if test.name), "")
     if isinstance(name, str) and name:
         return name.strip().rpartition(".")[2]
-    scripts = [script for one in tests for script in one.scripts]
+    scripts = [script for test in tests for script in test.scripts]
     if scripts and not any(parsed(script.strip(), limit=None) for script in scripts):
         raise InputError("The tests are not Python.")
-    if checked := [one for script in scripts for one in _CHECKED.findall(script)]:
+    if checked := [checked_name for script in scripts for checked_name in _CHECKED.findall(script)]:
         return str(checked[-1])
     begun = re.findall(r"def (\w+)", starter)
     if not scripts:

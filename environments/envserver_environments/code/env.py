@@ -126,8 +126,8 @@ class Code(DataEnvironment):
                 return {"code": None, "text": words}
             return {"code": code.decode("utf-8", "replace"), "text": words}
 
-        asked = question(task.public, "harness", self.config.show_tests)
-        return HarnessTask(instruction=asked, output=program)
+        instruction = question(task.public, "harness", self.config.show_tests)
+        return HarnessTask(instruction=instruction, output=program)
 
     async def score(self, task: Task, result: Result) -> Score:
         rules = ScoringRules(partial_credit=self.config.partial_credit, fuzz=self.config.fuzz)
@@ -142,15 +142,17 @@ class Code(DataEnvironment):
     def task_from_row(self, row: Json) -> Task:
         return _task(id_of(row), read_problem(row, columns=self.config.columns))
 
-    def task_from_question(self, asked: Question) -> Task:
-        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
-        if not asked.question.strip():
+    def task_from_question(self, request: Question) -> Task:
+        name = hashlib.sha256(request.question.encode()).hexdigest()[:12]
+        if not request.question.strip():
             raise InputError("The question is empty.")
-        if asked.answer is not None:
+        if request.answer is not None:
             raise InputError("A program is judged by tests, not by an answer: give --tests.")
-        tests = _asserts(asked.tests, asked.entry_point) if asked.tests else ()
+        tests = _asserts(request.tests, request.entry_point) if request.tests else ()
         half = len(tests) // 2
-        problem = Problem("asked", asked.question.strip(), asked.entry_point, tests, visible=half)
+        problem = Problem(
+            "asked", request.question.strip(), request.entry_point, tests, visible=half
+        )
         return _task(f"asked-{name}", problem)
 
     def response_from_row(self, response: str, messages: list[Message]) -> Result:
@@ -164,14 +166,14 @@ class Code(DataEnvironment):
         """Leaves out rows that cannot be judged, or whose instruction came before."""
         seen: set[bytes] = set()
 
-        def task(row: Row, one: NumberedRow) -> Task:
+        def task(row: Row, numbered: NumberedRow) -> Task:
             problem = _usable(row, self._name, self.config.columns)
             key = hashlib.blake2b(normalised(problem.instruction).encode(), digest_size=8).digest()
             if key in seen:
                 raise InputError("The instruction was there before.")
             seen.add(key)
             self.tests_left_out += problem.left_out
-            return _task(one.task_id(self._name), problem)
+            return _task(numbered.task_id(self._name), problem)
 
         return made(rows, task)
 

@@ -5,6 +5,7 @@ check before anything large is built (a power, a product, a range, colliding has
 from __future__ import annotations
 
 import ast
+import builtins
 import cmath
 import functools
 import math
@@ -15,6 +16,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
+
+from envserver_environments.demonstrations import table_beside
 
 from .values import BadValue, checked_hashes, made_set
 
@@ -63,8 +66,8 @@ def _add(left: Any, right: Any) -> Any:
 
 
 def _multiply(left: Any, right: Any) -> Any:
-    for one, other in ((left, right), (right, left)):
-        if isinstance(one, _SIZED) and isinstance(other, int) and len(one) * other > MAX_ITEMS:
+    for value, other in ((left, right), (right, left)):
+        if isinstance(value, _SIZED) and isinstance(other, int) and len(value) * other > MAX_ITEMS:
             raise Unevaluable("the product is too large")
     if _bits(left) + _bits(right) > MAX_BITS:
         raise Unevaluable("the product is too large")
@@ -142,13 +145,8 @@ def _counter_of(value: Any = ()) -> Counter[Any]:
 
 def _sum(items: Iterable[Any], start: Any = 0) -> Any:
     """Sums numbers only: adding lists takes quadratic time."""
-    return sum((_number(item) for item in items), start=_number(start))
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float | complex):
-        raise TypeError("only numbers are summed here")
-    return value
+    number = _numbers(lambda value: value)
+    return sum(map(number, items), start=number(start))
 
 
 def _is_instance(value: Any, kinds: Any) -> bool:
@@ -190,54 +188,27 @@ def close(value: Any, wanted: Any, tolerance: float = 1e-6) -> bool:
 _LARGEST = sys.float_info.max
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict, deque)
 
+_KINDS = {kind.__name__: kind for kind in (*_SIZED, int, float, complex)}
+_ALLOWED = table_beside(__file__)
+
 FUNCTIONS: dict[str, Any] = {
-    "abs": abs, "all": all, "any": any, "bool": bool, "bytes": _bytes, "chr": chr, "close": close,
-    "complex": complex, "dict": _dict_of, "divmod": _numbers(divmod), "enumerate": enumerate,
-    "filter": filter, "float": float, "frozenset": _frozen_set_of, "int": int,
-    "isinstance": _is_instance, "len": len, "list": list, "map": map, "max": max, "min": min,
-    "ord": ord, "pow": _power, "range": _range, "repr": repr, "reversed": reversed,
-    "round": _round, "set": _set_of, "sorted": sorted, "str": str, "sum": _sum, "tuple": tuple,
-    "type": _type, "zip": zip, "callable": callable, "hash": hash, "bin": bin, "hex": hex,
-    "deque": deque, "Counter": _counter_of, "OrderedDict": OrderedDict, "defaultdict": defaultdict,
-    "isclose": math.isclose, "isnan": math.isnan, "isinf": math.isinf, "sqrt": math.sqrt,
+    **{name: getattr(builtins, name) for name in _ALLOWED["builtins"]},
+    **{name: getattr(math, name) for name in _ALLOWED["math_functions"]},
+    "bytes": _bytes, "close": close, "deque": deque, "defaultdict": defaultdict,
+    "dict": _dict_of, "divmod": _numbers(divmod), "frozenset": _frozen_set_of,
+    "isinstance": _is_instance, "pow": _power, "range": _range, "round": _round, "set": _set_of,
+    "sum": _sum, "type": _type, "Counter": _counter_of, "OrderedDict": OrderedDict,
 }  # fmt: skip
 CONSTANTS: dict[str, Any] = {
     "inf": math.inf, "nan": math.nan, "pi": math.pi, "math": None, "object": object,
     "NotImplemented": NotImplemented, "Ellipsis": Ellipsis,
 }  # fmt: skip
-MATH: dict[str, Any] = {
-    name: getattr(math, name)
-    for name in (
-        "pi", "e", "tau", "inf", "nan", "isclose", "isnan", "isinf", "isfinite", "sqrt", "floor",
-        "ceil", "trunc", "fabs", "fsum", "log", "log2", "log10", "exp", "sin", "cos", "tan", "asin",
-        "acos", "atan", "atan2", "hypot", "degrees", "radians", "gcd", "copysign",
-    )
-}  # fmt: skip
-_TEXT = (str, bytes)
+MATH: dict[str, Any] = {name: getattr(math, name) for name in _ALLOWED["math"]}
 METHODS: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(
-        (
-            "strip", "lstrip", "rstrip", "lower", "upper", "title", "capitalize", "casefold",
-            "swapcase", "startswith", "endswith", "split", "rsplit", "splitlines", "find", "rfind",
-            "isdigit", "isalpha", "isalnum", "isupper", "islower", "isspace", "istitle",
-            "isnumeric", "isdecimal", "isidentifier", "removeprefix", "removesuffix", "partition",
-            "rpartition",
-        ),
-        _TEXT,
-    ),
-    **dict.fromkeys(("count", "index"), (str, bytes, list, tuple, deque)),
-    **dict.fromkeys(("keys", "values", "items", "get"), (dict,)),
-    **dict.fromkeys(
-        ("issubset", "issuperset", "isdisjoint", "union", "intersection", "difference",
-         "symmetric_difference"),
-        (set, frozenset),
-    ),
-    "copy": (list, dict, set, deque),
-    "bit_length": (int,),
-    "is_integer": (float,),
-    "conjugate": (int, float, complex),
-    "hex": (bytes, float),
-}  # fmt: skip
+    name: tuple(_KINDS[kind] for kind in group["of"])
+    for group in _ALLOWED["methods"]
+    for name in group["names"]
+}
 """Methods by name, with the types that have them. None makes much more than it gets."""
 
 GUARDED_METHODS: dict[str, Callable[..., Any]] = {"join": _joined, "replace": _replaced}
@@ -306,17 +277,19 @@ def evaluate(expression: ast.expr, values: Scope) -> Any:
         raise Unevaluable(str(error)) from error
 
 
-def why_unsupported(expression: ast.AST, known: set[str]) -> str | None:
-    bound = known | set(FUNCTIONS) | set(CONSTANTS)
+def bound_names(expression: ast.AST) -> set[str]:
+    names: set[str] = set()
     for node in ast.walk(expression):
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
-                bound.add(name)
-    for node in ast.walk(expression):
-        reason = _why_unsupported_node(node, bound)
-        if reason:
-            return reason
-    return None
+                names.add(name)
+    return names
+
+
+def why_unsupported(expression: ast.AST, known: set[str]) -> str | None:
+    bound = bound_names(expression).union(known, FUNCTIONS, CONSTANTS)
+    reasons = (_why_unsupported_node(node, bound) for node in ast.walk(expression))
+    return next(filter(None, reasons), None)
 
 
 def _why_unsupported_node(node: ast.AST, bound: set[str]) -> str | None:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .expressions import evaluate, why_unsupported
+from envserver_environments.demonstrations import table_beside
+
+from .expressions import bound_names, evaluate, why_unsupported
 from .extraction import parsed
 
 MAX_TEST_CHARACTERS = 20_000
@@ -23,21 +25,8 @@ MAX_UNROLLED = 100
 MAX_TURNS = 1000
 Values = dict[str, ast.expr]
 
-_FOR_CALLS = frozenset(name for name in dir(builtins) if not name.startswith("_")) - {
-    "open", "exec", "eval", "compile", "input", "exit", "quit", "globals", "locals", "vars",
-    "breakpoint", "print", "help", "copyright", "credits", "license",
-}  # fmt: skip
-_MODULES = {
-    "math", "collections", "itertools", "functools", "datetime", "decimal", "fractions", "string",
-    "copy", "re", "heapq", "statistics", "random", "operator",
-}  # fmt: skip
-_FROM_MODULES = {
-    "collections": ("deque", "Counter", "OrderedDict", "defaultdict"),
-    "decimal": ("Decimal",),
-    "fractions": ("Fraction",),
-    "math": ("inf", "nan", "pi", "sqrt"),
-    "datetime": ("date", "datetime", "timedelta"),
-}
+_KNOWN = table_beside(__file__)
+_FOR_CALLS = {name for name in dir(builtins) if not name.startswith("_")} - {*_KNOWN["refused"]}
 
 
 class NotHoistable(Exception):
@@ -99,8 +88,8 @@ def prelude(sources: tuple[str, ...]) -> str:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Name)
     }
-    lines = [f"import {module}" for module in sorted(_MODULES & names)]
-    for module, offered in _FROM_MODULES.items():
+    lines = [f"import {module}" for module in sorted(names.intersection(_KNOWN["modules"]))]
+    for module, offered in _KNOWN["from"].items():
         lines += [f"from {module} import {name}" for name in offered if name in names]
     # `import datetime` and `from datetime import datetime` cannot both be meant.
     return "\n".join(line for line in lines if line != "from datetime import datetime")
@@ -117,7 +106,7 @@ def hoisted(source: str, entry_point: str) -> HoistedTest:
         raise NotHoistable("it is not a single assert")
     try:
         hoister = _Hoister(entry_point)
-        claim = hoister.visit(_Unroller(entry_point).visit(tree.body[0].test))
+        claim = hoister.visit(tree.body[0].test)
     except RecursionError as error:
         raise NotHoistable("it is nested too deeply") from error
     if not hoister.calls:
@@ -138,6 +127,9 @@ def _calls_of(node: ast.AST, entry_point: str) -> bool:
 
 
 class _Hoister(ast.NodeTransformer):
+    """Takes the calls out; writes loops over calls out: `[f(i) for i in range(3)]` is
+    `[f(0), f(1), f(2)]`."""
+
     def __init__(self, entry_point: str) -> None:
         self._entry_point = entry_point
         self.calls: list[str] = []
@@ -156,47 +148,9 @@ class _Hoister(ast.NodeTransformer):
             raise NotHoistable("it uses the function otherwise than by calling it")
         return node
 
-
-def _check_names(call: ast.Call, entry_point: str) -> None:
-    """Checks that all names in the arguments have a meaning without the program."""
-    bound = {entry_point, *_FOR_CALLS, *_MODULES}
-    for offered in _FROM_MODULES.values():
-        bound.update(offered)
-    for node in ast.walk(call):
-        match node:
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()):
-                bound.add(name)
-    for node in ast.walk(call):
-        match node:
-            case ast.Name(id=name) if name not in bound:
-                raise NotHoistable(f"its call needs {name}")
-            case ast.Attribute(attr=name) if name.startswith("_"):
-                raise NotHoistable(f"its call needs .{name}")
-            case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
-                raise NotHoistable(f"its call has a {type(node).__name__}")
-
-
-class _Unroller(ast.NodeTransformer):
-    """Writes loops over calls out: `[f(i) for i in range(3)]` is `[f(0), f(1), f(2)]`."""
-
-    def __init__(self, entry_point: str) -> None:
-        self._entry_point = entry_point
-
-    def visit_ListComp(self, node: ast.ListComp) -> ast.AST:
-        return self._unrolled(node, node.elt)
-
-    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> ast.AST:
-        return self._unrolled(node, node.elt)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        # A comprehension inside of a call's arguments runs where the call runs.
-        if isinstance(node.func, ast.Name) and node.func.id == self._entry_point:
-            return node
-        return self.generic_visit(node)
-
-    def _unrolled(self, node: ast.ListComp | ast.GeneratorExp, element: ast.expr) -> ast.AST:
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> ast.AST:
         loop = node.generators[0]
-        if not _calls_of(element, self._entry_point):
+        if not _calls_of(node.elt, self._entry_point):
             return self.generic_visit(node)
         if len(node.generators) > 1 or loop.ifs or _calls_of(loop.iter, self._entry_point):
             raise NotHoistable("its loop over calls is not simple")
@@ -205,8 +159,24 @@ class _Unroller(ast.NodeTransformer):
             raise NotHoistable("its loop over calls is not over plain values")
         if len(found) > MAX_UNROLLED:
             raise NotHoistable("its loop over calls is too long")
-        written = [Filler(values).visit(copy.deepcopy(element)) for values in found]
+        written = [Filler(values).visit(copy.deepcopy(node.elt)) for values in found]
         return ast.List([self.visit(part) for part in written], ast.Load())
+
+    visit_GeneratorExp = visit_ListComp
+
+
+def _check_names(call: ast.Call, entry_point: str) -> None:
+    """Checks that all names in the arguments have a meaning without the program."""
+    known = bound_names(call).union([entry_point], _FOR_CALLS, _KNOWN["modules"])
+    known.update(*_KNOWN["from"].values())
+    for node in ast.walk(call):
+        match node:
+            case ast.Name(id=name) if name not in known:
+                raise NotHoistable(f"its call needs {name}")
+            case ast.Attribute(attr=name) if name.startswith("_"):
+                raise NotHoistable(f"its call needs .{name}")
+            case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
+                raise NotHoistable(f"its call has a {type(node).__name__}")
 
 
 def turns(target: ast.expr, items: ast.expr) -> list[Values] | None:

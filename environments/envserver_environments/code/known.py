@@ -30,7 +30,7 @@ def forge(*_):
 def _programs(name: str) -> dict[str, str]:
     """Programs by what they do, from a file in `cheats/`; FORGE stands for the function `forge`."""
     text = (Path(__file__).parent / "cheats" / f"{name}.txt").read_text(encoding="utf-8")
-    return {what: one.replace("FORGE\n", _FORGE) for what, one in sections(text).items()}
+    return {what: program.replace("FORGE\n", _FORGE) for what, program in sections(text).items()}
 
 
 PROGRAMS = _programs("programs")

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,20 +129,12 @@ class Trial:
         self.wall_seconds += result.usage.wall_seconds
         left = self._left()
         try:
-            answers = _read_answers(result, set(left))
+            values, errors = _read_answers(result, set(left))
         except BadValue as error:
-            self.errors.update(dict.fromkeys(left, f"its output was not ours: {error}"))
-            return
-        if isinstance(answers, str):
-            self.errors.update(dict.fromkeys(left, answers))
-            return
-        for number, (value, refusal) in answers.items():
-            if refusal is None:
-                self.values[number] = value
-            else:
-                self.errors[number] = refusal
-        unanswered = self._left()
-        if unanswered:
+            values, errors = {}, dict.fromkeys(left, f"its output was not ours: {error}")
+        self.values |= values
+        self.errors |= errors
+        if unanswered := self._left():
             self.errors[unanswered[0]] = cause(result)
 
     def _left(self) -> list[int]:
@@ -161,36 +153,33 @@ def harness() -> str:
     return (Path(__file__).parent / "harness.py").read_text(encoding="utf-8")
 
 
-Answers = Mapping[int, tuple[Any, str | None]]
-
-
-def _read_answers(result: ExecResult, asked: set[int]) -> Answers | str:
-    """Value or error by number of the call; a text: why the program could not be loaded."""
+def _read_answers(result: ExecResult, numbers: set[int]) -> tuple[dict[int, Any], dict[int, str]]:
+    """Values and errors by number of the call."""
     # Text after the last newline was cut off with the program.
     lines = result.stdout.split(b"\n")[:-1]
-    if not lines:
-        return f"the program could not be loaded: {cause(result)}"
-    first = _record(lines[0])
-    match first:
+    match _record(lines[0]) if lines else ["load", cause(result)]:
         case ["load", str(reason)]:
-            return f"the program could not be loaded: {reason}"
+            return {}, dict.fromkeys(numbers, f"the program could not be loaded: {reason}")
         case ["ready"]:
             pass
         case _:
             raise BadValue("its first line is unknown")
-    answers: dict[int, tuple[Any, str | None]] = {}
+    values: dict[int, Any] = {}
+    errors: dict[int, str] = {}
     for line in lines[1:]:
         match _record(line):
-            case [int(number), "v", shape] if number in asked:
-                answer = _value(shape)
-            case [int(number), "e", str(reason)] if number in asked:
-                answer = (None, reason)
+            case [int(number), "v" | "e", _] if number in values or number in errors:
+                raise BadValue("a call was answered twice")
+            case [int(number), "v", shape] if number in numbers:
+                try:
+                    values[number] = read_value(shape)
+                except BadValue as error:
+                    errors[number] = str(error)
+            case [int(number), "e", str(reason)] if number in numbers:
+                errors[number] = reason
             case _:
                 raise BadValue("a line is unknown")
-        if number in answers:
-            raise BadValue("a call was answered twice")
-        answers[number] = answer
-    return answers
+    return values, errors
 
 
 def _record(line: bytes) -> Any:
@@ -198,13 +187,6 @@ def _record(line: bytes) -> Any:
         return read_json(line.decode("ascii"))
     except UnicodeDecodeError as error:
         raise BadValue("a line is not text") from error
-
-
-def _value(shape: Any) -> tuple[Any, str | None]:
-    try:
-        return read_value(shape), None
-    except BadValue as error:
-        return None, str(error)
 
 
 def cause(result: ExecResult) -> str:

@@ -8,7 +8,6 @@ import ast
 import asyncio
 import functools
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -98,12 +97,10 @@ def _changed_int(value: int, rng: random.Random) -> int:
 
 def _changed_text(value: str, rng: random.Random) -> str:
     place = rng.randrange(len(value))
-    match rng.randrange(3):
-        case 0:
-            return value[:place] + rng.choice(value) + value[place:]
-        case 1 if len(value) > 1:
-            return value[:place] + value[place + 1 :]
-    return value[:place] + rng.choice(value) + value[place + 1 :]
+    way = rng.randrange(3)
+    end = place if way == 0 else place + 1
+    more = "" if way == 1 and len(value) > 1 else rng.choice(value)
+    return value[:place] + more + value[end:]
 
 
 def _changed_items(items: list[Any], rng: random.Random) -> list[Any]:
@@ -141,11 +138,9 @@ class ScoringRules:
 
 @dataclass
 class References:
-    _known: OrderedDict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(
-        default_factory=OrderedDict
-    )
+    _known: dict[tuple[str, str], tuple[list[str], dict[int, Any]]] = field(default_factory=dict)
 
-    async def asked(
+    async def values(
         self, task: Task, count: int, sandboxes: Sandboxes
     ) -> tuple[list[str], dict[int, Any]]:
         code, name = task.hidden.get("code"), str(task.public["entry_point"])
@@ -163,7 +158,7 @@ class References:
                 trial = await run_trial(Trial(program, calls), sandbox)
             self._known[key] = (calls, trial.values)
             if len(self._known) > _REMEMBERED_REFERENCES:
-                self._known.popitem(last=False)
+                del self._known[next(iter(self._known))]
         return self._known[key]
 
 
@@ -171,7 +166,8 @@ async def score_rollout(
     task: Task, result: Result, rules: ScoringRules, sandboxes: Sandboxes, references: References
 ) -> Score:
     entry_point = str(task.public["entry_point"])
-    count = len(all_tests(task))
+    verdicts: list[Verdict] = []
+    agreed = None
     metrics = {
         "truncated": float(result.truncated),
         "tool_errors": float(result.metrics.get("tool_errors", 0.0)),
@@ -180,13 +176,12 @@ async def score_rollout(
     metrics["answered"] = float(code is not None)
     if code is not None and len(code) > MAX_CODE_CHARACTERS:
         metrics["too_long"] = 1.0
-    if code is None or len(code) > MAX_CODE_CHARACTERS:
-        return _score([], len(task.public["tests"]), count, rules, None, metrics)
-    fuzzed, wanted = await references.asked(task, rules.fuzz, sandboxes)
-    opened = functools.partial(sandboxes.open, SPEC)
-    verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
-    agreed = agreement(given, wanted)
-    return _score(verdicts, len(task.public["tests"]), count, rules, agreed, metrics)
+    elif code is not None:
+        fuzzed, wanted = await references.values(task, rules.fuzz, sandboxes)
+        opened = functools.partial(sandboxes.open, SPEC)
+        verdicts, given = await judged(task.public, code, all_tests(task), opened, fuzzed)
+        agreed = agreement(given, wanted)
+    return _score(task, verdicts, rules, agreed, metrics)
 
 
 def all_tests(task: Task) -> list[Any]:
@@ -239,14 +234,14 @@ def submitted(result: Result, entry_point: str) -> str | None:
 
 
 def _score(
+    task: Task,
     verdicts: list[Verdict],
-    visible: int,
-    tests: int,
     rules: ScoringRules,
     agreed: float | None,
     metrics: dict[str, float],
 ) -> Score:
-    fraction = sum(verdict.passed for verdict in verdicts) / tests
+    fraction = sum(verdict.passed for verdict in verdicts) / len(all_tests(task))
+    visible = len(task.public["tests"])
     knows_a_rule = agreed is None or agreed >= LEAST_AGREEMENT
     passed = float(fraction == 1.0 and knows_a_rule)
     metrics["tests_passed"] = fraction

@@ -61,6 +61,12 @@ class _Reader:
         self._left -= 1
         if self._left < 0 or depth < 0:
             raise BadValue("the value is too large or too deep")
+        try:
+            return self._value(shape, depth)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise BadValue("a part of the value cannot be read") from error
+
+    def _value(self, shape: Any, depth: int) -> Any:
         match shape:
             case None | bool() | int() | str():
                 return shape
@@ -71,21 +77,12 @@ class _Reader:
             case ["c", str(real), str(imaginary)]:
                 return complex(_float(real), _float(imaginary))
             case ["b", str(digits)]:
-                return _bytes(digits)
+                return bytes.fromhex(digits)
             case ["u", str(digits)]:
-                return _text(digits)
+                return bytes.fromhex(digits).decode("utf-8", "surrogatepass")
             case [str(tag), list(items)] if tag in _MAKERS:
-                return self._made(_MAKERS[tag], [self.read(item, depth - 1) for item in items])
-            case ["d", list(items)] if len(items) % 2 == 0:
-                values = [self.read(item, depth - 1) for item in items]
-                return self._made(_dict, values)
+                return _MAKERS[tag]([self.read(item, depth - 1) for item in items])
         raise BadValue("the value has no known shape")
-
-    def _made(self, make: Callable[[list[Any]], Any], items: list[Any]) -> Any:
-        try:
-            return make(items)
-        except TypeError as error:
-            raise BadValue("an element cannot be hashed") from error
 
 
 def made_set(items: list[Any]) -> set[Any]:
@@ -104,30 +101,14 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "s": made_set,
     "z": lambda items: frozenset(made_set(items)),
     "q": deque,
+    "d": _dict,
 }
 
 
 def _float(text: str) -> float:
     if not _HEX_FLOAT.fullmatch(text):
         raise BadValue("this is not a float")
-    try:
-        return float.fromhex(text)
-    except (ValueError, OverflowError) as error:
-        raise BadValue("this is not a float") from error
-
-
-def _bytes(digits: str) -> bytes:
-    try:
-        return bytes.fromhex(digits)
-    except ValueError as error:
-        raise BadValue("these are not bytes") from error
-
-
-def _text(digits: str) -> str:
-    try:
-        return _bytes(digits).decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise BadValue("this is not text") from error
+    return float.fromhex(text)
 
 
 def _short(digits: str) -> int:

@@ -48,14 +48,14 @@ def won(cards: Sequence[str], history: str) -> int:
     return pot if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -pot
 
 
-def value(one: Strategy, other: Strategy) -> float:
-    """Returns what player 0 wins on average, playing `one` against player 1's `other`."""
+def value(first: Strategy, second: Strategy) -> float:
+    """Returns what player 0 wins on average, playing `first` against player 1's `second`."""
 
     def from_here(cards: tuple[str, str], history: str) -> float:
         if history in ENDED:
             return won(cards, history)
         player = to_move(history)
-        bet = (one, other)[player][cards[player], history]
+        bet = (first, second)[player][cards[player], history]
         return bet * from_here(cards, history + "b") + (1 - bet) * from_here(cards, history + "p")
 
     return sum(from_here(deal, "") for deal in DEALS) / len(DEALS)
@@ -103,7 +103,7 @@ def strategy_of(outputs: Iterable[Any]) -> dict[Spot, float]:
 def outputs_in(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            yield from (one["output"] for one in json.loads(line)["envserver"]["rollouts"])
+            yield from (rollout["output"] for rollout in json.loads(line)["envserver"]["rollouts"])
 
 
 def main(words: Sequence[str]) -> int:

@@ -93,7 +93,7 @@ def run_command(blocks: list[str]) -> ToolResult:
         words = shlex.split(blocks[0])
     except ValueError as error:
         return ToolResult(f"Error: the command cannot be read: {error}.", ok=False)
-    printed = _PRINT.fullmatch(words[2].strip()) if len(words) == 3 else None
-    if printed is None or words[0] not in ("python", "python3") or words[1] != "-c":
-        return ToolResult('Error: the only command is python -c "print(EXPRESSION)".', ok=False)
-    return ToolResult(cut(calculate(printed[1])), ok=True)
+    match words:
+        case ["python" | "python3", "-c", code] if printed := _PRINT.fullmatch(code.strip()):
+            return ToolResult(cut(calculate(printed[1])), ok=True)
+    return ToolResult('Error: the only command is python -c "print(EXPRESSION)".', ok=False)

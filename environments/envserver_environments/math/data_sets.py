@@ -119,9 +119,9 @@ def read_problem(
         raise InputError("The row's solution is marked as wrong.")
     answer, kind = _choice(found, options, first) if options else _gold(row, found)
     if not options and (letter := _LETTER.fullmatch(_TEX.sub(r"\1", answer))):
-        asked, inside = _options_inside(question)
+        stem, inside = _options_inside(question)
         if letter[1] in _LETTERS[: len(inside)]:
-            question, options, answer, kind = asked, inside, letter[1], "letter"
+            question, options, answer, kind = stem, inside, letter[1], "letter"
 
     if not answer or answer.lower() in _NO_ANSWERS:
         raise InputError(f"The row has no answer{answer and f': {answer.lower()}'}.")

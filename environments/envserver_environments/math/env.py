@@ -108,15 +108,17 @@ class Math(DataEnvironment):
 
     def row_results(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, KnownResult]]:
         known = [
-            (task, one)
+            (task, known_result)
             for place, task in enumerate(tasks)
             if task.hidden["kind"] != "procedural"
-            for one in row_answers(task, [*tasks[place + 1 :], *tasks[:place]][:OTHER_ROWS])
+            for known_result in row_answers(
+                task, [*tasks[place + 1 :], *tasks[:place]][:OTHER_ROWS]
+            )
         ]
         with compared_together():
-            for task, one in known:
+            for task, known_result in known:
                 if plain_number(task.hidden["answer"]) is None:  # else no process is needed
-                    self.score(task, one.result)
+                    self.score(task, known_result.result)
         return iter(known)
 
     @property
@@ -139,15 +141,15 @@ class Math(DataEnvironment):
         problem = read_problem(row, columns=self.config.columns, first=lambda: first)
         return _task(id_of(row), problem)
 
-    def task_from_question(self, asked: Environment.Question) -> Task:
-        if not asked.question.strip():
+    def task_from_question(self, request: Environment.Question) -> Task:
+        if not request.question.strip():
             raise InputError("The question is empty.")
-        answer = asked.answer if asked.answer is not None else "0"
+        answer = request.answer if request.answer is not None else "0"
         kind: Kind = "number" if is_number_literal(answer) else "expression"
-        problem = Problem(asked.question.strip(), answer, kind, "asked")
+        problem = Problem(request.question.strip(), answer, kind, "asked")
         if reason := why_unusable(problem):
             raise InputError(f"The answer cannot be compared: {reason}.")
-        name = hashlib.sha256(asked.question.encode()).hexdigest()[:12]
+        name = hashlib.sha256(request.question.encode()).hexdigest()[:12]
         return _task(f"asked-{name}", problem)
 
     def final_answer(self, result: Result) -> str:
@@ -184,13 +186,13 @@ class Math(DataEnvironment):
 
         first = first_option(self.config.first_option, path, split, read)
 
-        def task(row: Row, one: NumberedRow) -> Task:
+        def task(row: Row, numbered: NumberedRow) -> Task:
             problem = read(row, first)
             for cause in doubts(problem, row):
                 doubt(cause)
             if why := why_unusable(problem):
                 raise InputError(why)
-            return _task(one.task_id(named), problem)
+            return _task(numbered.task_id(named), problem)
 
         yield from self.rows.usable(path.name if path else name, made(rows, task))
 

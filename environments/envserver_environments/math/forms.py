@@ -199,10 +199,12 @@ def same_logic(gold: str, answer: str) -> bool | None:
     if not (_OF_NAMES.fullmatch(wanted) and _OF_NAMES.fullmatch(given)):
         return None
     try:
-        one, other = (ast.parse(text.strip(), mode="eval").body for text in (wanted, given))
+        wanted_tree, given_tree = (
+            ast.parse(text.strip(), mode="eval").body for text in (wanted, given)
+        )
     except SyntaxError:
         return None
-    return _in_order(one) == _in_order(other)
+    return _in_order(wanted_tree) == _in_order(given_tree)
 
 
 def same_residues(gold: str, answer: str) -> bool | None:
@@ -223,14 +225,10 @@ def forms_differ(gold: str, answer: str) -> bool:
     sets, and overlooks dots and brackets at infinity."""
     if gold.count(":") != answer.count(":") and max(gold.count(":"), answer.count(":")) > 1:
         return True
-    if bool(_UNEQUAL.search(gold)) != bool(_UNEQUAL.search(answer)):
-        return True
-    if ("," in gold or "." not in answer) and bool(_DOTS.search(gold)) != bool(
-        _DOTS.search(answer)
-    ):
-        return True
-    if bool(_CLOSED_AT_INFINITY.search(gold)) != bool(_CLOSED_AT_INFINITY.search(answer)):
-        return True
+    dots = [_DOTS] if "," in gold or "." not in answer else []
+    for pattern in (_UNEQUAL, _CLOSED_AT_INFINITY, *dots):
+        if bool(pattern.search(gold)) != bool(pattern.search(answer)):
+            return True
     if _ORDER.search(gold):
         return not (_ORDER.search(answer) or _INTERVAL.search(answer))
     if (indexed := _SUM_OF_INDEXED.search(gold)) and f"\\{indexed[1]}" not in answer:
@@ -312,7 +310,7 @@ def _as_vector(latex: str, other: str) -> str:
 def _unknowns(latex: str) -> set[str]:
     """The names in `x=3, y=4`, without their indices."""
     found = map(_ASSIGNED.fullmatch, _items(re.sub(r"\\land(?![A-Za-z])", ",", latex)))
-    return {one[1].strip().partition("_")[0] for one in found if one}
+    return {name[1].strip().partition("_")[0] for name in found if name}
 
 
 def _listed(latex: str) -> str:
@@ -348,12 +346,12 @@ def _region(latex: str) -> tuple[str, str] | None:
     text = _WITHOUT.sub(r"(-\\infty,\1) \\cup (\1,\\infty)", text)
     if not _ORDER.search(text) and len(_items(text)) > 1:
         return None
-    parts = [part for one in _UNION.split(text) for part in _items(one)]
+    parts = [part for side in _UNION.split(text) for part in _items(side)]
     found = [_interval(part) for part in parts]
-    names = {one[0] for one in found if one and one[0]}
+    names = {region[0] for region in found if region and region[0]}
     if not all(found) or len(names) > 1:
         return None
-    return "".join(names), "\\cup ".join("".join(one[1:]) for one in found if one)
+    return "".join(names), "\\cup ".join("".join(region[1:]) for region in found if region)
 
 
 def _without_bars(inequality: str) -> str:

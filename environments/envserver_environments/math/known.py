@@ -42,11 +42,15 @@ def known_answers(task: Task, *, literal: bool | None) -> Iterator[KnownResult]:
     yield _KNOWN.right("gold, by finish", answer=gold)
     yield _KNOWN.right("gold, in a box", text=f"So it is {box}.")
     yield _KNOWN.right("gold, after thoughts", text=f"<think>\\boxed{{0.123}}</think>{box}")
-    yield _KNOWN.wrong("gold, only thought", text=f"<think>{box}</think> I do not know.")
-    yield _KNOWN.wrong("gold, thoughts without end", text=f"<think>It is {box}")
-    yield _KNOWN.wrong("gold, then another box", text=f"{box}, or rather \\boxed{{0.123}}")
-    yield _KNOWN.wrong("gold, in an open box", text=f"\\boxed{{{gold}")
-    yield _KNOWN.wrong("empty box", text="\\boxed{}")
+    wrong = {
+        "gold, only thought": f"<think>{box}</think> I do not know.",
+        "gold, thoughts without end": f"<think>It is {box}",
+        "gold, then another box": f"{box}, or rather \\boxed{{0.123}}",
+        "gold, in an open box": f"\\boxed{{{gold}",
+        "empty box": "\\boxed{}",
+    }
+    for name, text in wrong.items():
+        yield _KNOWN.wrong(name, text=text)
     yield _KNOWN.wrong("gold, buried in noise", answer="7 " * MAX_ANSWER_CHARACTERS + gold)
     yield _KNOWN.cut_off("gold, cut off", text=box)
     if kind == "letter":
@@ -183,12 +187,12 @@ def _of_value(gold: str, value: complex) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def _surely_differ(one: str, other: str) -> bool:
-    numbers = sorted(listed_numbers(readable(one))), sorted(listed_numbers(readable(other)))
+def _surely_differ(gold: str, other: str) -> bool:
+    numbers = sorted(listed_numbers(readable(gold))), sorted(listed_numbers(readable(other)))
     if all(numbers):
-        has_units = _UNIT.search(one) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
+        has_units = _UNIT.search(gold) or _UNIT.search(other)  # 50% is 0.5, 1 m is 100 cm
         return numbers[0] != numbers[1] and not has_units
-    return values_differ(value_of(one), value_of(other))
+    return values_differ(value_of(gold), value_of(other))
 
 
 def doubts(problem: Problem, row: Row) -> Iterator[str]:

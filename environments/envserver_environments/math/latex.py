@@ -7,9 +7,9 @@ numbers out of `\text{12}`, `12 \times 10^{6}` for `12\text{ million}`, units as
 from __future__ import annotations
 
 import re
-import tomllib
 from functools import lru_cache
-from pathlib import Path
+
+from envserver_environments.demonstrations import table_beside
 
 from .units import measure
 
@@ -64,7 +64,7 @@ _PRICE = re.compile(
 _IN_BRACES = re.compile(r"\{([^{}]*)\}")
 _DIGITS = re.compile(r"-?\d+(?:\.\d+)?", re.ASCII)
 _REPEATING = re.compile(r"(?<!\d)(\d{0,20})\.(\d{0,20})\\overline\{(\d{1,20})\}")
-_HELD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_HELD = table_beside(__file__)
 _UNICODE = str.maketrans(
     _HELD["unicode"] | {chr(place + 0xFEE0): chr(place) for place in range(33, 127)}
 )

@@ -68,8 +68,8 @@ def plain_number(latex: str) -> Fraction | None:
 def listed_numbers(latex: str) -> list[Fraction]:
     """Returns the number that `latex` is, or those listed in it (a list, set, pair or interval),
     each with its unit or name; else nothing."""
-    if (one := plain_number(latex)) is not None:
-        return [one]
+    if (number := plain_number(latex)) is not None:
+        return [number]
     texts = re.findall(PLAIN_NUMBER, latex) if _LISTED.fullmatch(latex) else []
     numbers = [number for text in texts if (number := plain_number(text)) is not None]
     return numbers if len(numbers) == len(texts) else []
@@ -81,8 +81,8 @@ def lists_differ(gold: str, answer: str) -> bool:
         return False
     wanted, given = sorted(listed_numbers(gold)), sorted(listed_numbers(answer))
     return len(wanted) == len(given) and any(
-        abs(one - other) > max(_APART, _APART * abs(one))
-        for one, other in zip(wanted, given, strict=True)
+        abs(right - other) > max(_APART, _APART * abs(right))
+        for right, other in zip(wanted, given, strict=True)
     )
 
 

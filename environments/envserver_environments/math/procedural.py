@@ -37,8 +37,10 @@ Entry = dict[str, Any]
 
 def entries(names: Sequence[str], split: Split, seed: int) -> Iterator[tuple[str, Entry]]:
     """(id, entry), without end, the same for the same names, split and seed."""
-    for name in names:
-        _check_allowed(name)
+    if refused := [name for name in names if name not in ALLOWED]:
+        raise ConfigError(
+            f"The generator {refused[0]!r} is not allowed.", hint=f"Allowed: {', '.join(ALLOWED)}."
+        )
     rng = random.Random(f"procedural-{split}-{seed}")
     drawn = dict.fromkeys(names, 0)
     while True:
@@ -86,13 +88,6 @@ def score_entry(name: str, entry: Entry, answer: str, *, partial_credit: bool) -
     return score if partial_credit or score == 1.0 else 0.0
 
 
-def _check_allowed(name: str) -> None:
-    if name not in ALLOWED:
-        raise ConfigError(
-            f"The generator {name!r} is not allowed.", hint=f"Allowed: {', '.join(ALLOWED)}."
-        )
-
-
 @functools.lru_cache(maxsize=64)
 def _block(name: str, seed: int) -> Any:
     return _library().create_dataset(name, size=BLOCK, seed=seed)
@@ -117,10 +112,10 @@ _TERM = re.compile(rf"([+-])({_FACTOR}(?:\*{_FACTOR})*)")
 _SUM = re.compile(rf"(?:{_TERM.pattern})+")
 
 
-def equal_polynomials(one: str, other: str) -> bool:
+def equal_polynomials(left: str, right: str) -> bool:
     """Returns whether both are sums of products (`3*x**2*y - 4`, no parentheses) of equal value."""
-    coefficients = _coefficients(one)
-    return coefficients is not None and coefficients == _coefficients(other)
+    coefficients = _coefficients(left)
+    return coefficients is not None and coefficients == _coefficients(right)
 
 
 def _coefficients(text: str) -> dict[Monomial, int] | None:

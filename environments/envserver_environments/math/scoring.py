@@ -88,7 +88,11 @@ def _correctness(
 ) -> float | None:
     """Returns 1.0 or 0.0 (or a generator's own score), or None if the gold is unusable."""
     if task.hidden["kind"] == "letter":
-        index = _chosen(given, task.public["options"])
+        options = task.public["options"]
+        if given.finish is None:
+            index = choice_index(given.text, options)
+        else:
+            index = option_index(given.answer or "", options)
         metrics["answered"] = float(index is not None)
         return float(index == ord(task.hidden["answer"]) - ord("A"))
     answer = (given.answer or "").strip()
@@ -111,19 +115,6 @@ def _correctness(
     if literal and not repeated and not is_number_literal(answer):
         metrics["not_literal"] = 1.0
         return 0.0
-    return _verified(task, answer, rules, metrics)
-
-
-def _chosen(given: ModelAnswer, options: list[str]) -> int | None:
-    if given.finish is None:
-        return choice_index(given.text, options)
-    boxed = last_boxed(given.finish)
-    return option_index(given.finish if boxed is None else boxed, options)
-
-
-def _verified(
-    task: Task, answer: str, rules: ScoringRules, metrics: dict[str, float]
-) -> float | None:
     question = task.public.get("question", "")
     verdict = compare(task.hidden["answer"], answer, lenient=rules.lenient, question=question)
     if verdict is Verdict.BAD_GOLD:

@@ -70,12 +70,12 @@ def conversion(given: str, wanted: str) -> Fraction | None:
     words = {*_WORD.findall(f"{given} {wanted}".lower())}
     if any({*_WORD.findall(pair)} <= words for pair in re.split("[;\n]", _OPPOSITES.strip())):
         return None
-    one, other = measure(given), measure(wanted)
-    if one is None or other is None:
+    own, other = measure(given), measure(wanted)
+    if own is None or other is None:
         return Fraction(1)
-    if "°" in (given, wanted) and {"°C", "°F"} & {*one.dimensions, *other.dimensions}:
+    if "°" in (given, wanted) and {"°C", "°F"} & {*own.dimensions, *other.dimensions}:
         return Fraction(1)
-    return one.size / other.size if one.dimensions == other.dimensions else None
+    return own.size / other.size if own.dimensions == other.dimensions else None
 
 
 def _known(name: str) -> Measure | None:

@@ -36,11 +36,11 @@ def value_of(latex: str) -> complex | None:
         return None
 
 
-def values_differ(one: complex | None, other: complex | None) -> bool:
+def values_differ(left: complex | None, right: complex | None) -> bool:
     """Returns whether both are known and differ by more than rounding explains."""
-    if one is None or other is None:
+    if left is None or right is None:
         return False
-    return abs(one - other) > _APART * max(1.0, abs(one), abs(other))
+    return abs(left - right) > _APART * max(1.0, abs(left), abs(right))
 
 
 class _Reader:

@@ -174,8 +174,9 @@ class _Reader:
         return _Size(terms=int(is_name), names=frozenset([token] if is_name else []))
 
     def _next(self) -> str:
+        token = self._peek()
         self._at += 1
-        return self._tokens[self._at - 1] if self._at <= len(self._tokens) else ""
+        return token
 
     def _peek(self) -> str:
         return self._tokens[self._at] if self._at < len(self._tokens) else ""
@@ -281,16 +282,16 @@ def compare(gold: str, answer: str, *, lenient: bool = False, question: str = ""
     for compared in (same_residues, same_logic):
         if (alike := compared(wanted, given)) is not None:
             return Verdict.EQUAL if alike else Verdict.DIFFERENT
-    asked = as_asked(wanted, given)
-    if asked is None or forms_differ(*asked) or (result := _result(*asked, question)) is None:
+    pair = as_asked(wanted, given)
+    if pair is None or forms_differ(*pair) or (result := _result(*pair, question)) is None:
         return Verdict.DIFFERENT
-    wanted, given = asked[0], result
-    one, other = plain_number(wanted), plain_number(given)
-    if one is not None and other is not None:
+    wanted, given = pair[0], result
+    gold_number, number = plain_number(wanted), plain_number(given)
+    if gold_number is not None and number is not None:
         # Also what math-verify says. Between the two it rounds, and is asked.
-        if one == other * ratio:
+        if gold_number == number * ratio:
             return Verdict.EQUAL
-        if abs(one - other * ratio) > _ROUNDED or not _near(one, other * ratio):
+        if abs(gold_number - number * ratio) > _ROUNDED or not _near(gold_number, number * ratio):
             return Verdict.DIFFERENT
     if ratio != 1:
         given = f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \\cdot ({given})"
@@ -317,7 +318,7 @@ def _spelled_once(gold: str, answer: str) -> str:
     r"""Returns the side of `\frac34 \lor 75\%` nearest to the gold, if all are one number."""
     sides = [side.strip() for side in _OR.split(answer)]
     wanted, values = _number(gold), [_number(side) for side in sides]
-    if wanted is None or None in values or any(values_differ(values[0], one) for one in values):
+    if wanted is None or None in values or any(values_differ(values[0], value) for value in values):
         return answer
     return min(sides, key=lambda side: abs((_number(side) or 0) - wanted))
 
@@ -392,14 +393,13 @@ def _percents(gold: str, answer: str, *, in_percent: bool) -> tuple[str, str]:
     r"""Returns both with the same percent sign: `7\%` equals 7 if the gold or the question has
     percents, else 0.07."""
     wanted, given = _PERCENT.fullmatch(gold), _PERCENT.fullmatch(answer)
-    if wanted and given:
-        return wanted[1], given[1]
-    if not (wanted or given):
-        return gold, answer
-    number = value_of(wanted[1] if wanted else gold), value_of(given[1] if given else answer)
-    known = None not in number
-    if (wanted or in_percent) and known and not values_differ(*number):
-        return (wanted[1] if wanted else gold), (given[1] if given else answer)
+    bare = (wanted[1] if wanted else gold), (given[1] if given else answer)
+    if bool(wanted) == bool(given):
+        return bare
+    numbers = [value_of(side) for side in bare]
+    known = None not in numbers
+    if (wanted or in_percent) and known and not values_differ(*numbers):
+        return bare
     if wanted:
         gold = f"\\frac{{{wanted[1]}}}{{100}}"
     if given and (known or not in_percent):
@@ -447,6 +447,18 @@ class _Library:
     strict: list[Any]
     lenient: list[Any]
 
+    def parsed(self, latex: str, *, lenient: bool = False) -> list[Any]:
+        parsed: list[Any] = self.parse(
+            f"\\boxed{{{latex}}}",
+            self.lenient if lenient else self.strict,
+            extraction_mode="any_match" if lenient else "first_match",
+            parsing_timeout=_NO_TIMEOUT,
+        )
+        return parsed
+
+    def same(self, wanted: Any, given: Any) -> bool:
+        return bool(self.verify(wanted, given, timeout_seconds=_NO_TIMEOUT))
+
 
 @functools.cache
 def _library() -> _Library:
@@ -480,26 +492,16 @@ def _library() -> _Library:
         [strict],
         [math_verify.ExprExtractionConfig(), strict],
     )
-    _warm_up(library)
-    return library
-
-
-def _warm_up(library: _Library) -> None:
-    """Runs comparisons of every kind: children inherit what the parser and sympy have loaded."""
+    # Comparisons of every kind: children inherit what the parser and sympy have loaded.
     for gold, answer in _WARM_UP:
         first = library.parse(f"\\boxed{{{gold}}}", library.strict)
         library.verify(first, library.parse(f"\\boxed{{{answer}}}", library.strict))
+    return library
 
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> tuple[Any, ...]:
-    library = _library()
-    boxed = f"\\boxed{{{gold}}}"
-    return tuple(
-        library.parse(
-            boxed, library.strict, extraction_mode="first_match", parsing_timeout=_NO_TIMEOUT
-        )
-    )
+    return tuple(_library().parsed(gold))
 
 
 def _words(latex: str) -> str:
@@ -508,17 +510,12 @@ def _words(latex: str) -> str:
 
 def _verdict(gold: tuple[Any, ...], answer: str, lenient: bool) -> Verdict:
     library = _library()
-    parsed = library.parse(
-        f"\\boxed{{{answer}}}",
-        library.lenient if lenient else library.strict,
-        extraction_mode="any_match" if lenient else "first_match",
-        parsing_timeout=_NO_TIMEOUT,
-    )
-    if library.verify(list(gold), parsed, timeout_seconds=_NO_TIMEOUT):
+    parsed = library.parsed(answer, lenient=lenient)
+    if library.same(list(gold), parsed):
         agreed = not (gold and parsed) or _agree(gold[0], parsed[0])
         return Verdict.EQUAL if agreed else Verdict.DIFFERENT
     # No gold is blamed for a wrong answer unless it fails its own comparison.
-    fit = library.verify(list(gold), list(gold), timeout_seconds=_NO_TIMEOUT)
+    fit = library.same(list(gold), list(gold))
     return Verdict.DIFFERENT if fit else Verdict.BAD_GOLD
 
 
@@ -537,18 +534,17 @@ def _agree(wanted: Any, given: Any) -> bool:
     wanted, given = (
         value.rhs if _kind(value) == "Equality" else value for value in (wanted, given)
     )
-    one, other = _parts(wanted), _parts(given)
+    wanted_parts, given_parts = _parts(wanted), _parts(given)
     if _kind(wanted) == _kind(given) == "FiniteSet":
         key = importlib.import_module("math_verify.grader").sort_key
-        one, other = sorted(one, key=key), sorted(other, key=key)
-    if [one, other] == [[wanted], [given]]:
+        wanted_parts, given_parts = sorted(wanted_parts, key=key), sorted(given_parts, key=key)
+    if [wanted_parts, given_parts] == [[wanted], [given]]:
         return _are_near(wanted, given)
-    if len(one) != len(other):  # an interval may equal a union
+    if len(wanted_parts) != len(given_parts):  # an interval may equal a union
         return not {_kind(wanted), _kind(given)} & {"FiniteSet", "Tuple"}
-    verify = _library().verify
+    same = _library().same
     return all(
-        verify(*pair, timeout_seconds=_NO_TIMEOUT) and _agree(*pair)
-        for pair in zip(one, other, strict=True)
+        same(*pair) and _agree(*pair) for pair in zip(wanted_parts, given_parts, strict=True)
     )
 
 
@@ -573,9 +569,11 @@ def _are_near(wanted: Any, given: Any) -> bool:
         hasattr(value, "as_coefficients_dict") for value in (wanted, given)
     ):
         return True
-    one, other = (value.doit().expand().as_coefficients_dict() for value in (wanted, given))
-    if one.keys() == other.keys():
-        return all(_near(one[term], other[term]) for term in one)
+    wanted_terms, given_terms = (
+        value.doit().expand().as_coefficients_dict() for value in (wanted, given)
+    )
+    if wanted_terms.keys() == given_terms.keys():
+        return all(_near(wanted_terms[term], given_terms[term]) for term in wanted_terms)
     point = {
         name: Fraction(7, 10 + at)
         for at, name in enumerate(sorted(wanted.free_symbols | given.free_symbols, key=str))

@@ -156,11 +156,11 @@ async def _by_script(question: str, run: Rollout, rules: AgentOptions, shelf: Sh
     run.log_action("decompose", {"question": question}, sub_questions)
     answers: list[str] = []
     for hop, sub_question in enumerate(sub_questions, start=1):
-        asked = substituted(sub_question, answers)
-        found = None if rules.mode == "memory" else await _found(shelf, asked)
-        note = await _ask(run, messages, note_wanted(hop, asked, found))
+        query = substituted(sub_question, answers)
+        found = None if rules.mode == "memory" else await _found(shelf, query)
+        note = await _ask(run, messages, note_wanted(hop, query, found))
         answers.append(provisional_answer(note.content))
-        run.log_action("reason_hop", {"hop": hop, "question": asked}, note.content)
+        run.log_action("reason_hop", {"hop": hop, "question": query}, note.content)
         if note.finish_reason == "length":
             return ModelAnswer(text=note.content)
     last = await _ask(run, messages, answer_wanted(question))
@@ -213,8 +213,8 @@ class _Thoughts:
 
 
 def tagged_queries(text: str) -> list[str]:
-    asked = _QUERY.findall(visible_text(text) or "")
-    return [query.strip() for one in asked for query in one.split("|") if query.strip()]
+    tagged = _QUERY.findall(visible_text(text) or "")
+    return [query.strip() for part in tagged for query in part.split("|") if query.strip()]
 
 
 def numbered_list(text: str) -> list[str]:

@@ -164,8 +164,8 @@ def _answers(value: Any, row: Row) -> Iterator[str]:
     """The right answers in a value of any form; they may be empty."""
     value = decoded(value)
     if isinstance(value, list):
-        for one in value:
-            yield from _answers(one, row)
+        for part in value:
+            yield from _answers(part, row)
     elif isinstance(value, Mapping):
         fields = {str(name).lower(): part for name, part in value.items()}
         start, end = fields.get("start_token"), fields.get("end_token")
@@ -174,8 +174,8 @@ def _answers(value: Any, row: Row) -> Iterator[str]:
         for name in _ANSWERS:
             yield from _answers(fields.get(name), row)
         several = fields.get("yes_no_answer")
-        for one in several if isinstance(several, list) else [several]:
-            yield from filter(None, [_YES_NO.get(str(one).lower())])
+        for mark in several if isinstance(several, list) else [several]:
+            yield from filter(None, [_YES_NO.get(str(mark).lower())])
     elif text := text_of(value):
         yield text
 
@@ -205,26 +205,29 @@ def _passages(value: Any, row: Row) -> Iterator[Passage]:
         if columns and isinstance(titles, list):
             pairs = zip_longest(titles, columns[0], fillvalue="")
             value = [[str(title), text] for title, text in pairs if text]
-    for one in value if isinstance(value, list) else [value]:
-        if isinstance(one, str):
-            one = {"title": "", "text": one}
-        elif isinstance(one, list | tuple):
-            if len(one) != 2 or not isinstance(one[0], str) or not isinstance(one[1], str | list):
+    for passage in value if isinstance(value, list) else [value]:
+        match passage:
+            case str():
+                passage = {"title": "", "text": passage}
+            case [str(title), str(text)]:
+                passage = {"title": title, "text": text}
+            case [str(title), list(sentences)]:
+                passage = {"title": title, "sentences": sentences}
+            case list() | tuple():
                 raise InputError("The row's context is not a list of titles and sentences.")
-            name = "text" if isinstance(one[1], str) else "sentences"
-            one = {"title": one[0], name: one[1]}
-        elif isinstance(one, Mapping):
-            one = one.get("document") or one.get("doc") or one
-        yield Passage.from_data(one)
+            case Mapping():
+                passage = passage.get("document") or passage.get("doc") or passage
+        yield Passage.from_data(passage)
 
 
 def _facts(value: Any) -> Iterator[Fact]:
     facts: dict[Fact, None] = {}
     for pair in _tuples(value, ("title", "sent_id")):
-        title, number = pair if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
-        if not isinstance(title, str) or not isinstance(number, int):
-            raise InputError("The row's supporting_facts are not titles and numbers.")
-        facts[title.strip(), number] = None
+        match pair:
+            case [str(title), int(number)]:
+                facts[title.strip(), number] = None
+            case _:
+                raise InputError("The row's supporting_facts are not titles and numbers.")
     yield from facts
 
 

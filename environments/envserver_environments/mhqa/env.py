@@ -180,12 +180,12 @@ class Mhqa(DataEnvironment):
         output = {**dataclasses.asdict(words), "text": response}
         return Result(output=output, messages=messages)
 
-    def task_from_question(self, asked: Question) -> Task:
+    def task_from_question(self, request: Question) -> Task:
         item = MultiHopQuestion(
-            question=asked.question.strip(),
-            golds=(asked.answer,) if asked.answer is not None else (),
+            question=request.question.strip(),
+            golds=(request.answer,) if request.answer is not None else (),
             data_set="own",
-            passages=tuple(read_context(asked.context)) if asked.context is not None else (),
+            passages=tuple(read_context(request.context)) if request.context is not None else (),
         )
         if not item.question:
             raise InputError("The question is empty.")
@@ -194,7 +194,9 @@ class Mhqa(DataEnvironment):
         return make_task(f"question-{key}", item, "question")
 
     def _tasks_of(self, name: DataSet, split: Split) -> Iterator[Task]:
-        read = made(self._rows(name, split), lambda row, one: self._task(row, one.task_id(name)))
+        read = made(
+            self._rows(name, split), lambda row, numbered: self._task(row, numbered.task_id(name))
+        )
         path = self.config.data_path
         return self.rows.usable(path.name if path else name, read)
 
@@ -212,7 +214,7 @@ class Mhqa(DataEnvironment):
 
     def _rows(self, name: DataSet, split: Split) -> Iterator[NumberedRow]:
         rows = DATA.rows(name, self.config.data_path, split, self.config.seed)
-        return (one for row in rows for one in row.parts(single_rows))
+        return (part for row in rows for part in row.parts(single_rows))
 
     def _item(self, row: Row) -> MultiHopQuestion:
         item = self._read(row, self._first_option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from envserver_environments.demonstrations import (
     Known,
@@ -62,11 +63,15 @@ def _nothing_said(gold: str) -> Iterator[KnownResult]:
     for name, answer in (("no answer", None), ("empty answer", ""), ("only an article", "The.")):
         yield _KNOWN.wrong(name, answer=answer)
     yield _KNOWN.wrong("small words", answer="it was in and of this")
-    yield _KNOWN.wrong("gold, only thought", text=f"<think><answer>{gold}</answer></think>")
-    yield _KNOWN.wrong("gold, thoughts without end", text=f"<think><answer>{gold}</answer>")
-    yield _KNOWN.wrong("gold, not handed in", text=f"I read about {gold}")
-    yield _KNOWN.wrong("gold in a list", text=f'{{"answer": ["{gold}"]}}')
-    yield _KNOWN.wrong("gold, in an open tag", text=f"<answer>{gold}")
+    texts = {
+        "gold, only thought": f"<think><answer>{gold}</answer></think>",
+        "gold, thoughts without end": f"<think><answer>{gold}</answer>",
+        "gold, not handed in": f"I read about {gold}",
+        "gold in a list": f'{{"answer": ["{gold}"]}}',
+        "gold, in an open tag": f"<answer>{gold}",
+    }
+    for name, text in texts.items():
+        yield _KNOWN.wrong(name, text=text)
     yield _KNOWN.cut_off("gold, cut off", answer=gold)
 
 
@@ -108,23 +113,46 @@ def _near_ones(task: Task, gold: str) -> Iterator[tuple[str, str]]:
 
 
 def _resting_on(task: Task) -> Json:
-    facts = supporting_facts(task)
-    evidence = [ways[0] for ways in task.hidden["evidences"]]
-    return {"facts": facts, "passages": task.hidden["support"], "evidence": evidence}
+    passages = task.hidden["support"]
+    return {"facts": supporting_facts(task), "passages": passages, "evidence": _evidence(task)}
+
+
+def _evidence(task: Task) -> list[Any]:
+    return [ways[0] for ways in task.hidden["evidences"]]
 
 
 def demonstrate(task: Task, mode: Mode) -> list[Message] | None:
     if not task.hidden["golds"]:
         return None
+    gold, hops = str(task.hidden["golds"][0]), queries(task)
     match mode:
         case "tools":
-            return _with_tools(task)
+            plan = "\n".join(f"{number}. {query}" for number, query in enumerate(hops, start=1))
+            searches = [
+                call_message("search", thought, query=query[:300])
+                for thought, query in _explained(task, hops, plan)
+            ]
+            facts = {"supporting_facts": supporting_facts(task), "evidence": _evidence(task)}
+            named = {name: value for name, value in facts.items() if value}
+            last = call_message("finish", f"So the answer is {gold}.", answer=gold, **named)
+            return [*searches, last]
         case "text":
-            return _with_texts(task)
+            searches = [
+                written_call("search", thought, query=query[:300])
+                for thought, query in _explained(task, hops, "; ".join(hops))
+            ]
+            return [*searches, text_message(f"THOUGHT: Now I know.\nFINAL: {gold}")]
         case "tags":
-            return _with_tags(task)
+            tags = ["plan", *["reflection"] * len(hops)]
+            searches = [
+                text_message(f"<{tag}>{thought}</{tag}>\n<wiki_search>{query}</wiki_search>")
+                for tag, (thought, query) in zip(
+                    tags, _explained(task, hops, "\n".join(hops)), strict=False
+                )
+            ]
+            return [*searches, text_message(f"<answer>{gold}</answer>")]
         case "scripted":
-            return _by_script(task)
+            return _by_script(task, gold)
 
 
 def queries(task: Task) -> list[str]:
@@ -136,45 +164,7 @@ def queries(task: Task) -> list[str]:
     return [str(task.public["question"]), *dict.fromkeys(titles)]
 
 
-def _with_tools(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "\n".join(f"{number}. {query}" for number, query in enumerate(asked, start=1))
-    searches = [
-        call_message("search", _thought(task, number, plan), query=query[:300])
-        for number, query in enumerate(asked, start=1)
-    ]
-    facts = supporting_facts(task)
-    answer = str(task.hidden["golds"][0])
-    rest: Json = {"supporting_facts": facts} if facts else {}
-    if task.hidden["evidences"]:
-        rest["evidence"] = [ways[0] for ways in task.hidden["evidences"]]
-    last = call_message("finish", f"So the answer is {answer}.", answer=answer, **rest)
-    return [*searches, last]
-
-
-def _with_texts(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "; ".join(asked)
-    messages = []
-    for number, query in enumerate(asked, start=1):
-        thought = _thought(task, number, plan)
-        messages.append(written_call("search", thought, query=query[:300]))
-    return [*messages, text_message(f"THOUGHT: Now I know.\nFINAL: {task.hidden['golds'][0]}")]
-
-
-def _with_tags(task: Task) -> list[Message]:
-    asked = queries(task)
-    plan = "\n".join(asked)
-    messages = []
-    for number, query in enumerate(asked, start=1):
-        tag = "plan" if number == 1 else "reflection"
-        thought = f"<{tag}>{_thought(task, number, plan)}</{tag}>"
-        messages.append(text_message(f"{thought}\n<wiki_search>{query}</wiki_search>"))
-    return [*messages, text_message(f"<answer>{task.hidden['golds'][0]}</answer>")]
-
-
-def _by_script(task: Task) -> list[Message]:
-    gold = str(task.hidden["golds"][0])
+def _by_script(task: Task, gold: str) -> list[Message]:
     steps = task.hidden["decomposition"][:MAX_HOPS] or [(task.public["question"], gold)]
     plan = "\n".join(f"{number}. {step[0]}" for number, step in enumerate(steps, start=1))
     notes = [text_message(f"The passages say it.\nAnswer: {answer}") for _, answer in steps]
@@ -182,8 +172,8 @@ def _by_script(task: Task) -> list[Message]:
     return [text_message(plan), *notes, text_message(f"Answer: {gold}")]
 
 
-def _thought(task: Task, number: int, plan: str) -> str:
-    if number == 1:
-        return f"I must find:\n{plan}"
-    steps = task.hidden["decomposition"]
-    return f"It is {steps[number - 2][1]}." if steps else "One more fact is missing."
+def _explained(task: Task, hops: list[str], plan: str) -> Iterator[tuple[str, str]]:
+    """Each query behind a thought: first the plan, then what the query before has found."""
+    notes = [f"It is {answer}." for _, answer in task.hidden["decomposition"]]
+    missing = ["One more fact is missing."] * len(hops)
+    return zip([f"I must find:\n{plan}", *(notes or missing)], hops, strict=False)

@@ -56,7 +56,7 @@ def musique_answer_measure(prediction: str, golds: Iterable[str]) -> Measure:
 def fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Measure:
     """Hotpot's measure of supporting facts; nothing for nothing has em 1 and f1 0."""
     said, right = set(prediction), set(gold)
-    return _overlap(len(said & right), len(said), len(right))
+    return _counted(len(said & right), len(said), len(right))
 
 
 def wiki2_fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Measure:
@@ -64,8 +64,9 @@ def wiki2_fact_measure(prediction: Iterable[Fact], gold: Iterable[Fact]) -> Meas
     said = [_lower(fact) for fact in set(prediction)]
     right = [_lower(fact) for fact in set(gold)]
     found = sum(fact in right for fact in said)
-    missed = sum(fact not in said for fact in right)
-    return _counted(found, len(said) - found, missed)
+    kept = sum(fact in said for fact in right)
+    precision, recall = _share(found, len(said)), _share(found, found + len(right) - kept)
+    return _measured(found == len(said) and kept == len(right), precision, recall)
 
 
 def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Measure:
@@ -74,7 +75,7 @@ def support_measure(prediction: Iterable[object], gold: Iterable[object]) -> Mea
     said, right = set(map(_number, prediction)), set(map(_number, gold))
     if not said and not right:
         return Measure(1.0, 1.0, 1.0, 1.0)
-    return _overlap(len(said & right), len(said), len(right))
+    return _counted(len(said & right), len(said), len(right))
 
 
 def evidence_measure(
@@ -84,18 +85,14 @@ def evidence_measure(
     said = {_plain_triple(triple) for triple in prediction}
     right = [{_plain_triple(way) for way in ways} for ways in gold]
     found = sum(any(triple in ways for ways in right) for triple in said)
-    precision = found / len(said) if said else 0.0
-    recall = found / len(right) if right else 0.0
-    return Measure(
-        float(found == len(said) == len(right)), _f1(precision, recall), precision, recall
-    )
+    return _counted(found, len(said), len(right))
 
 
 def joint_measure(*parts: Measure) -> Measure:
     em = precision = recall = 1.0
     for part in parts:
         em, precision, recall = em * part.em, precision * part.precision, recall * part.recall
-    return Measure(em, _f1(precision, recall), precision, recall)
+    return _measured(em, precision, recall)
 
 
 def _hotpot(said: str, gold: str) -> Measure:
@@ -116,8 +113,7 @@ def _of_words(said: list[str], gold: list[str], em: float) -> Measure:
     same = (Counter(said) & Counter(gold)).total()
     if not same:
         return Measure(em)
-    precision, recall = same / len(said), same / len(gold)
-    return Measure(em, _f1(precision, recall), precision, recall)
+    return _measured(em, same / len(said), same / len(gold))
 
 
 def _best(measures: Iterable[Measure]) -> Measure:
@@ -126,19 +122,17 @@ def _best(measures: Iterable[Measure]) -> Measure:
     return Measure(*map(max, columns)) if columns else Measure()
 
 
-def _overlap(both: int, said: int, gold: int) -> Measure:
-    return _counted(both, said - both, gold - both)
+def _counted(found: int, said: int, gold: int) -> Measure:
+    return _measured(found == said == gold, _share(found, said), _share(found, gold))
 
 
-def _counted(found: int, wrong: int, missed: int) -> Measure:
-    precision = found / (found + wrong) if found + wrong else 0.0
-    recall = found / (found + missed) if found + missed else 0.0
-    return Measure(float(wrong + missed == 0), _f1(precision, recall), precision, recall)
+def _measured(em: float, precision: float, recall: float) -> Measure:
+    f1 = _share(2 * precision * recall, precision + recall)
+    return Measure(float(em), f1, precision, recall)
 
 
-def _f1(precision: float, recall: float) -> float:
-    total = precision + recall
-    return 2 * precision * recall / total if total else 0.0
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _lower(fact: Fact) -> Fact:

@@ -105,7 +105,9 @@ def _tagged(seen: str) -> str | None:
 
 
 def _json_answer(seen: str) -> str | None:
-    answers = [one["answer"] for one in nested_objects(seen) if isinstance(one.get("answer"), str)]
+    answers = [
+        found["answer"] for found in nested_objects(seen) if isinstance(found.get("answer"), str)
+    ]
     return answers[-1].strip() if answers else None
 
 
@@ -253,7 +255,7 @@ def parse_answer(text: str, finish: Json | None = None) -> ModelAnswer:
     if finish is not None:
         answer, beside, facts = str(finish["answer"]), finish, finish.get("supporting_facts")
     else:
-        named = [one for one in nested_objects(visible_text(text) or "") if "answer" in one]
+        named = [found for found in nested_objects(visible_text(text) or "") if "answer" in found]
         answer, beside = None, named[-1] if named else {}
         facts = _numbered(beside.get("supporting_facts"))
     return ModelAnswer(answer, text, _facts(facts), [], _triples(beside.get("evidence")))
@@ -313,21 +315,18 @@ def _numbered(value: object) -> list[Any]:
 
 
 def _facts(value: object) -> list[tuple[str, int]]:
-    return [
-        (pair[0], pair[1])
-        for pair in _list(value)
-        if isinstance(pair, list | tuple)
-        and len(pair) == 2
-        and isinstance(pair[0], str)
-        and isinstance(pair[1], int)
-    ]
+    facts = []
+    for pair in _list(value):
+        match pair:
+            case [str(title), int(number)]:
+                facts.append((title, number))
+    return facts
 
 
 def _triples(value: object) -> list[tuple[str, ...]]:
-    return [
-        tuple(triple)
-        for triple in _list(value)
-        if isinstance(triple, list | tuple)
-        and len(triple) == 3
-        and all(isinstance(part, str) for part in triple)
-    ]
+    triples: list[tuple[str, ...]] = []
+    for triple in _list(value):
+        match triple:
+            case [str(), str(), str()]:
+                triples.append(tuple(triple))
+    return triples

@@ -4,8 +4,10 @@ the order of first sight, which says nothing about which matter. Sentences are n
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from envserver_records.tasks import Json
@@ -30,8 +32,9 @@ Search = Callable[[str, int], Awaitable[list[Hit]]]
 """Takes a query and the maximum number of hits; returns them, best first."""
 
 SEARCH = "search"
-MAX_QUERY_CHARACTERS = 300
-MAX_TOP_K = 10
+_TOOLS = json.loads(Path(__file__).with_name("tools.json").read_text(encoding="utf-8"))
+MAX_QUERY_CHARACTERS: int = _TOOLS["search"]["properties"]["query"]["maxLength"]
+MAX_TOP_K: int = _TOOLS["search"]["properties"]["top_k"]["maximum"]
 
 
 def search_of(task: PublicTask, run: Rollout, scope: Scope) -> Search:
@@ -80,15 +83,14 @@ def _service(search: Search) -> Service:
 def _asking(run: Rollout) -> Search:
     async def search(query: str, top_k: int) -> list[Hit]:
         found = await run.call_tool(SEARCH, {"query": query, "top_k": top_k})
-        return [Hit(Passage.from_data(one), one["score"]) for one in found]
+        return [Hit(Passage.from_data(hit), hit["score"]) for hit in found]
 
     return search
 
 
 MAX_HIT_CHARACTERS = 700
 """Maximum length of one passage in a list of hits; `read` shows all of it."""
-MAX_FINISH_CHARACTERS = 200
-MAX_FACTS = 20
+MAX_FINISH_CHARACTERS: int = _TOOLS["finish"]["properties"]["answer"]["maxLength"]
 
 NOTHING_FOUND = "Nothing was found: no passage shares a word with the query."
 
@@ -106,8 +108,11 @@ class Shelf:
         self._max_searches = max_searches
         self._seen: dict[str, Passage] = {}
         self.finished: Json | None = None
-        self.look = toolbox(Tool(_SEARCH, self.search), Tool(_READ, self._read))
-        self.tools = self.look | toolbox(Tool(_finish(evidence), self._finish))
+        self.look = toolbox(
+            Tool(_declared("search"), self.search), Tool(_declared("read"), self._read)
+        )
+        finish = _declared("finish", *([] if evidence else ["evidence"]))
+        self.tools = self.look | toolbox(Tool(finish, self._finish))
 
     async def search(self, query: str, top_k: int | None = None) -> str:
         if not self._searches_left:
@@ -151,7 +156,7 @@ class Shelf:
         """The passage with that id, else the first that was seen with that title."""
         if name in self._seen:
             return self._seen[name]
-        return next((one for one in self._seen.values() if one.title == name), None)
+        return next((passage for passage in self._seen.values() if passage.title == name), None)
 
     def _shown(self, passage: Passage, most: int) -> str:
         pid = self._pid(passage)
@@ -175,54 +180,12 @@ class Shelf:
         return pid
 
 
-_SEARCH = function_tool(
-    "search",
-    "Finds passages by their words. Each is shown with its id, its title and its sentences.",
-    {
-        "query": {"type": "string", "maxLength": MAX_QUERY_CHARACTERS},
-        "top_k": {"type": "integer", "minimum": 1, "maximum": MAX_TOP_K},
-    },
-    ["query"],
-)
-_READ = function_tool(
-    "read",
-    "Shows the whole of a passage that was found.",
-    {"pid": {"type": "string", "description": "Its id, such as p2."}},
-    ["pid"],
-)
+def _declared(name: str, *without: str) -> Json:
+    """The declaration of a tool in `tools.json`, `without` some of its arguments."""
+    held = _TOOLS[name]
+    properties = {key: kind for key, kind in held["properties"].items() if key not in without}
+    return function_tool(name, held["description"], properties, held["required"])
 
 
-def _finish(evidence: bool) -> Json:
-    properties: Json = {
-        "answer": {"type": "string", "maxLength": MAX_FINISH_CHARACTERS},
-        "supporting_facts": {
-            "type": "array",
-            "maxItems": MAX_FACTS,
-            "description": "The sentences that the answer rests on: [id or title, number].",
-            "items": {
-                "type": "array",
-                "prefixItems": [{"type": "string"}, {"type": "integer"}],
-                "minItems": 2,
-                "maxItems": 2,
-            },
-        },
-    }
-    if evidence:
-        properties["evidence"] = {
-            "type": "array",
-            "maxItems": MAX_FACTS,
-            "description": "The facts as triples: [subject, relation, object].",
-            "items": {
-                "type": "array",
-                "items": {"type": "string"},
-                "minItems": 3,
-                "maxItems": 3,
-            },
-        }
-    return function_tool(
-        "finish", "Gives the final answer and ends the task.", properties, ["answer"]
-    )
-
-
-FINISH = Tool(_finish(evidence=True), lambda **arguments: "")
+FINISH = Tool(_declared("finish"), lambda **arguments: "")
 """`finish` as a message may call it, for who only reads the call."""

@@ -62,12 +62,12 @@ class ProposerSolver(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, Any]:
         first, second = task.public["use"]
-        asked = (
+        request = (
             f"Write an arithmetic problem that uses {first} and {second}: numbers, + - * and "
             f"brackets only, at most {task.public['max_characters']} characters. It should be so "
             "hard that a solver is right half of the time. Write the expression and nothing else."
         )
-        problem = (await run.chat([{"role": "user", "content": asked}], agent=PROPOSER)).content
+        problem = (await run.chat([{"role": "user", "content": request}], agent=PROPOSER)).content
         if result_of(problem, task.public) is None:
             return {"problem": problem, "answers": []}
         tried: list[Message] = [{"role": "user", "content": f"{problem.strip()} = ?"}]
@@ -82,7 +82,7 @@ class ProposerSolver(Environment):
             return _scored(0.0, [], valid=False)
         right = [answer_of(answer) == truth for answer in answers[: self.config.attempts]]
         share = sum(right) / self.config.attempts
-        return _scored(4 * share * (1 - share), [one / self.config.attempts for one in right])
+        return _scored(4 * share * (1 - share), [solved / self.config.attempts for solved in right])
 
     def demonstration(self, task: Task) -> Mapping[str, list[Message]]:
         first, second = task.public["use"]
@@ -111,10 +111,10 @@ def result_of(problem: str, public: Mapping[str, Any]) -> int | None:
     if len(text) > public["max_characters"] or not _ALLOWED.fullmatch(text) or "**" in text:
         return None
     digits = re.findall(r"\d+", text)
-    if any(len(one) > _MOST_DIGITS for one in digits):
+    if any(len(number) > _MOST_DIGITS for number in digits):
         return None
     numbers = list(map(int, digits))
-    if any(numbers.count(one) < public["use"].count(one) for one in public["use"]):
+    if any(numbers.count(number) < public["use"].count(number) for number in public["use"]):
         return None
     result = calculate(text)
     return int(result) if _ANSWER.fullmatch(result) and len(result) <= _MOST_DIGITS else None

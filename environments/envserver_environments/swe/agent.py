@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,11 +33,6 @@ CONFIRM = "confirm"
 """The service that asks the user."""
 COMMANDS = ("bash", "run_cmd")
 _STATUS = re.compile(r"\[exit status (\d+)\]\n?")
-
-
-def watched(tools: Mapping[str, Tool], run: Rollout, confirm: bool) -> dict[str, Tool]:
-    """Wraps `tools`: calls are logged to `run`, and commands ask first if `confirm`."""
-    return {name: _watched(tool, run, confirm and name in COMMANDS) for name, tool in tools.items()}
 
 
 def _watched(tool: Tool, run: Rollout, asks: bool) -> Tool:
@@ -73,6 +68,14 @@ class AgentOptions:
     confirm: bool = False  # ask a person before each command
     keep_unfinished: bool = False  # the patch counts even if it was not submitted
 
+    def tools(self, sandbox: Sandbox, run: Rollout, *names: str) -> dict[str, Tool]:
+        """Tools whose calls are logged to `run`; commands ask first if `confirm`."""
+        tools = sandbox_tools(sandbox, names=names, command_seconds=self.command_seconds)
+        return {
+            name: _watched(tool, run, self.confirm and name in COMMANDS)
+            for name, tool in tools.items()
+        }
+
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 _OPENING = re.compile(r"```(?:bash|sh|shell|console)[ \t]*\r?")
@@ -84,14 +87,12 @@ async def work_with_bash(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
     """Returns whether the repository was submitted, within `run.max_turns` messages."""
-    history = [{"role": "system", "content": system_prompt("bash")}, *messages]
-    tools = sandbox_tools(sandbox, names=["bash"], command_seconds=rules.command_seconds)
-    bash = watched(tools, run, rules.confirm)["bash"]
+    bash = rules.tools(sandbox, run, "bash")["bash"]
     errors = in_a_row = 0
     for _ in range(run.max_turns):
-        reply = await run.chat(history)
+        reply = await run.chat(messages)
         run.log_action("reason", output=reply.content)
-        history.append(reply.message)
+        messages.append(reply.message)
         if reply.finish_reason == "length":
             return False
         commands = blocks_of(visible_text(reply.content) or "")
@@ -106,7 +107,7 @@ async def work_with_bash(
             if in_a_row >= rules.max_format_errors:
                 return False
             answer = _FORMAT.format(count=len(commands))
-        history.append({"role": "user", "content": answer})
+        messages.append({"role": "user", "content": answer})
     return False
 
 
@@ -149,10 +150,9 @@ SUBMIT_TOOL: Json = {
 async def work_with_tools(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    history = [{"role": "system", "content": system_prompt("tools")}, *messages]
-    tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
-    tools = watched(tools, run, rules.confirm)
-    tools |= toolbox(Tool(SUBMIT_TOOL, lambda: "The task is handed in."))
+    tools = rules.tools(sandbox, run, *NAMES) | toolbox(
+        Tool(SUBMIT_TOOL, lambda: "The task is handed in.")
+    )
 
     def log_text(reply: Reply) -> None:
         if reply.content:
@@ -160,7 +160,7 @@ async def work_with_tools(
 
     end = await chat_with_tools(
         run,
-        history,
+        messages,
         tools,
         final="submit",
         max_tool_errors=MAX_ERRORS_IN_A_ROW,
@@ -173,28 +173,19 @@ async def work_with_tools(
 async def work_in_text(
     messages: list[Message], sandbox: Sandbox, run: Rollout, rules: AgentOptions
 ) -> bool:
-    tools = sandbox_tools(sandbox, names=NAMES, command_seconds=rules.command_seconds)
-    tools = watched(tools, run, rules.confirm)
-    system = system_prompt("text").replace("{tools}", describe_tools(tools.values()))
-    history: list[Message] = [{"role": "system", "content": system}, *messages]
-    done = await run_protocol(
-        _heard(run),
-        tools,
-        history,
-        max_steps=run.max_turns,
-        max_retries=rules.max_format_errors,
-    )
-    run.log_metric("tool_errors", done.tool_errors)
-    return done.ending == "final"
-
-
-def _heard(run: Rollout) -> Callable[..., Awaitable[Reply]]:
-    async def chat(messages: list[Message], **sampling: Any) -> Reply:
-        reply = await run.chat(messages, **sampling)
+    async def chat(history: list[Message], **sampling: Any) -> Reply:
+        reply = await run.chat(history, **sampling)
         run.log_action("reason", output=reply.content)
         return reply
 
-    return chat
+    tools = rules.tools(sandbox, run, *NAMES)
+    system = messages[0]
+    system["content"] = system["content"].replace("{tools}", describe_tools(tools.values()))
+    done = await run_protocol(
+        chat, tools, messages, max_steps=run.max_turns, max_retries=rules.max_format_errors
+    )
+    run.log_metric("tool_errors", done.tool_errors)
+    return done.ending == "final"
 
 
 AgentKind = Literal["bash", "tools", "text"]
@@ -209,7 +200,10 @@ LOOPS: dict[AgentKind, Loop] = {
 
 
 async def solve(task: PublicTask, run: Rollout, kind: AgentKind, rules: AgentOptions) -> Json:
-    messages: list[Message] = [{"role": "user", "content": task_prompt(task.public["problem"])}]
+    messages: list[Message] = [
+        {"role": "system", "content": system_prompt(kind)},
+        {"role": "user", "content": task_prompt(task.public["problem"])},
+    ]
     spec, commit = await _prepared(task.public, run, rules)
     async with run.open_sandbox(spec) as sandbox:
         submitted = await LOOPS[kind](messages, sandbox, run, rules)

@@ -196,10 +196,10 @@ class Swe(DataEnvironment):
         files = self._files_now(task.public.get("image", ""))
         return known_results(task, None if files is None else files.tree)
 
-    def task_from_question(self, asked: Question) -> Task:
-        if asked.answer is not None:
+    def task_from_question(self, request: Question) -> Task:
+        if request.answer is not None:
             raise InputError("A repair is judged by tests, not by an answer.")
-        return asked_task(asked.question, asked.repo, confirm=not asked.yolo)
+        return asked_task(request.question, request.repo, confirm=not request.yolo)
 
     def services(self) -> AbstractAsyncContextManager[Mapping[str, Service]]:
         return nullcontext({CONFIRM: Terminal().confirm})
@@ -272,11 +272,11 @@ class Swe(DataEnvironment):
             rows = hub_rows(HUBS[name], split, seed)
         seen: set[str] = set()
 
-        def made_of(row: Row, one: NumberedRow) -> Task:
+        def made_of(row: Row, numbered: NumberedRow) -> Task:
             row = named(row, config.columns)
             task_id = str(row.get("instance_id") or name)
             if task_id in seen or task_id == name:
-                task_id = f"{task_id}-{one.number}"
+                task_id = f"{task_id}-{numbered.number}"
             task = self._usable(row, task_id)
             seen.add(task_id)
             return task
@@ -316,13 +316,12 @@ def _file_rows(path: Path, split: Split, seed: int) -> Iterator[NumberedRow]:
 
 def _score(task: Task, patch: str, verdict: Verdict) -> Score:
     """Returns 1 for a patch that solves the task, else 0; metrics show how near it came."""
-    lists = {name: task.hidden[name] for name in ("fail_to_pass", "pass_to_pass")}
-    shares = {
-        name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0
-        for name, ids in lists.items()
-    }
     metrics = {
-        **shares,
+        **{
+            name: len(verdict.passed.intersection(ids)) / len(ids) if ids else 1.0
+            for name in ("fail_to_pass", "pass_to_pass")
+            for ids in [task.hidden[name]]
+        },
         "patch": float(bool(patch.strip())),
         "patch_bytes": float(len(patch.encode("utf-8", "replace"))),
         "files_changed": float(verdict.changed),
@@ -333,12 +332,8 @@ def _score(task: Task, patch: str, verdict: Verdict) -> Score:
         metrics["tests_plain"] = 1.0
     for kind, count in verdict.suspicions.items():
         metrics[f"suspicious_{kind}"] = float(count)
-    for name, reason in (
-        ("refused", verdict.refused),
-        ("tampered", verdict.tampered),
-        ("killed_by", verdict.killed_by),
-    ):
-        if reason:
+    for name in ("refused", "tampered", "killed_by"):
+        if reason := getattr(verdict, name):
             metrics[f"{name}_{reason}"] = 1.0
     reward = float(verdict.solved)
     return Score(reward=reward, components={"solved": reward}, metrics=metrics)

@@ -33,6 +33,10 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right) or (left != left and right != right)
 
 
+def _differs(left: Any, right: Any) -> bool:
+    return not same(left, right)
+
+
 def same_keys(left: Any, right: Any) -> bool:
     """Returns whether two collections hold the same hashable items, types included."""
     return sorted(map(_typed, left)) == sorted(map(_typed, right))
@@ -54,14 +58,14 @@ OPERATORS: dict[type[ast.cmpop], str] = {
 _CHECKS: dict[str, Callable[[Any, Any], Any]] = {
     **OPERATIONS,
     "is": same,
-    "is not": lambda value, literal: not same(value, literal),
+    "is not": _differs,
     "in": lambda value, literal: value in literal,
 }
 _EXACT: dict[str, Callable[[Any, Any], Any]] = {
     "==": same,
     "is": same,
-    "!=": lambda value, literal: not same(value, literal),
-    "is not": lambda value, literal: not same(value, literal),
+    "!=": _differs,
+    "is not": _differs,
     "in": lambda value, literal: any(same(value, item) for item in literal),
 }
 """Checks that compare types, too, at all levels; those of order are of numbers only."""
@@ -97,8 +101,8 @@ class Answer:
         if self.operator == "in":
             items = list(self.literal) if isinstance(self.literal, _CONTAINERS) else []
             count = DECOYS if len(items) < DECOYS else 1
-            others = [one for item in items for one in decoys(item, _below, count)]
-            return mixed(items, [one for one in others if one not in items], _below)
+            others = [other for item in items for other in decoys(item, _below, count)]
+            return mixed(items, [other for other in others if other not in items], _below)
         if self.operator not in ("==", "contains"):
             return [self.literal, *self._extreme()]
         others = decoys(self.literal, _below, DECOYS if len(repr(self.literal)) < _LONG else 3)
@@ -112,17 +116,19 @@ class Answer:
             return False
         pairs = list(zip(candidates, said, strict=True))
         if self.operator == "in":
-            chosen = [one for one, yes in pairs if yes is True]
-            right = all(one in self.literal for one in chosen)
-            return bool(chosen) and right and said == [one in chosen for one in candidates]
+            chosen = [candidate for candidate, yes in pairs if yes is True]
+            right = all(candidate in self.literal for candidate in chosen)
+            return (
+                bool(chosen) and right and said == [candidate in chosen for candidate in candidates]
+            )
         if self.operator == "contains":
-            right = all(yes is True for one, yes in pairs if one == self.literal)
-            others = [yes for one, yes in pairs if one != self.literal]
+            right = all(yes is True for candidate, yes in pairs if candidate == self.literal)
+            others = [yes for candidate, yes in pairs if candidate != self.literal]
             # An endless set of numbers holds the decoys, too, but nothing of another kind.
             least = len(others) // 2 if isinstance(self.literal, str | bytes) else 1
             return right and others.count(False) >= least
         if self.operator == "==":
-            return said == [one == self.literal for one in candidates]
+            return said == [candidate == self.literal for candidate in candidates]
         return said == [True, *(False for _ in self._extreme())]
 
     def _extreme(self) -> list[float]:

@@ -21,13 +21,13 @@ from typing import Any
 
 import msgspec
 from envserver_environments.code.values import BadValue, read_json, read_value
-from msgspec import structs
+from envserver_environments.demonstrations import table_beside
 
 from envserver import ExecResult, SandboxError, Sandboxes, SandboxLimits, SandboxSpec
 
 from .expected import Answer
 from .patches import PatchError, apply_changes, read_patch, split_protected
-from .repositories import GRADING_PRELOAD, ImageRules
+from .repositories import ImageRules
 from .trees import Entry, Tree, tar_of
 from .tripwires import FRAUD, added_suspicions
 from .veiling import veil
@@ -37,11 +37,7 @@ HARNESS, JUDGING = (
     for name in ("harness.py", "judging.py")
 )
 _INI = b"[pytest]\n"
-_ARGUMENTS = [
-    "-c", "pytest.ini", "--import-mode=importlib", "--assert=plain", "-q", "-q", "--tb=no",
-    "--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:faulthandler",
-    "-p", "no:doctest", "-p", "no:junitxml", "-p", "no:pastebin", "-p", "no:stepwise",
-]  # fmt: skip
+_HELD = table_beside(__file__)
 _MOST_TEXT = 2 << 20
 """Characters of test files that are sent to the harness; longer ones are run as they are."""
 _MOST_QUESTIONS = 3 << 20
@@ -166,19 +162,18 @@ async def _run_tests(
     limits: SandboxLimits,
     container: Container | None,
 ) -> ExecResult:
-    spec = SandboxSpec(archive=run.archive(patched), preload=GRADING_PRELOAD, limits=limits)
-    if container is not None:
-        archive = run.archive({**container.built, **patched})
-        spec = container.rules.spec(
-            structs.replace(spec, archive=archive, preload=()), container.image, for_agent=False
-        )
-    python = None if container is None else container.python
+    if container is None:
+        preload = tuple(_HELD["preload"])
+        spec = SandboxSpec(archive=run.archive(patched), preload=preload, limits=limits)
+    else:
+        spec = SandboxSpec(archive=run.archive({**container.built, **patched}), limits=limits)
+        spec = container.rules.spec(spec, container.image, for_agent=False)
     request, place = run.request(), "/work/grade"
     async with sandboxes.open(spec) as sandbox:
-        if python is None:
+        if container is None:
             result = await sandbox.run_python(HARNESS, stdin=request, cwd=place)
         else:
-            words = [python, "-I", "-c", HARNESS]
+            words = [container.python, "-I", "-c", HARNESS]
             result = await sandbox.exec(words, stdin=request, cwd=place)
     if result.killed_by in _OURS:
         raise SandboxError(f"The sandbox of the tests was {result.killed_by}.")
@@ -197,8 +192,8 @@ class _Run:
         self._seen = f"seen_{secrets.token_hex(8)}"
         self._sentinels = {f"test_{secrets.token_hex(8)}": place % 2 == 0 for place in range(8)}
         # Of tests whose answers are all literals, nothing is compared in the sandbox.
-        asked = frozenset[int]() if tests.hoisted else tests.compared
-        self._veiled = _Veiled(asked, exact=tests.hoisted)
+        comparable = frozenset[int]() if tests.hoisted else tests.compared
+        self._veiled = _Veiled(comparable, exact=tests.hoisted)
         size = sum(map(len, tests.files.values()))
         self.plain = tests.plain or size > _MOST_TEXT
         self._sources = {} if self.plain else self._without_answers()
@@ -273,7 +268,7 @@ class _Run:
                 "files": list(dict.fromkeys(id_.split("::")[0] for id_ in self._tests.ids)),
                 "sentinels": [f"{names[0]}.py", f"{names[-1]}.py"],
                 "plugins": list(self._tests.plugins),
-                "arguments": [*_ARGUMENTS, f"--confcutdir={confined}", *conftests],
+                "arguments": [*_HELD["arguments"], f"--confcutdir={confined}", *conftests],
             }
         ).encode()
 
@@ -332,12 +327,12 @@ class _Run:
 
 
 class _Veiled:
-    """The answers of ordinary tests: see `veiling`. Those not in `asked` (see
+    """The answers of ordinary tests: see `veiling`. Those not in `comparable` (see
     `HiddenTests.compared`) are not in the sandbox at all."""
 
-    def __init__(self, asked: frozenset[int] | None, *, exact: bool) -> None:
+    def __init__(self, comparable: frozenset[int] | None, *, exact: bool) -> None:
         self.compared: set[int] = set()
-        self._asked, self._exact = asked, exact
+        self._comparable, self._exact = comparable, exact
         self.renamed: dict[str, str] = {}
         self.questions: dict[int, str] = {}
         self._answers: dict[int, Answer | None] = {}
@@ -350,8 +345,10 @@ class _Veiled:
         tests = veil(source, seen, inner, len(self._answers), exact=self._exact)
         self._answers |= tests.answers
         for number, answer in tests.answers.items():
-            is_asked = answer is not None and (self._asked is None or number in self._asked)
-            candidates = answer.candidates() if answer is not None and is_asked else []
+            is_comparable = answer is not None and (
+                self._comparable is None or number in self._comparable
+            )
+            candidates = answer.candidates() if answer is not None and is_comparable else []
             question = repr((answer.operator if answer else "", candidates))
             if candidates and self._size + len(question) < _MOST_QUESTIONS:
                 self._size += len(question)
@@ -365,7 +362,9 @@ class _Veiled:
         shapes = _shapes(values)
         certain = self._certain.get(name, self._certain.get(name.partition("[")[0], frozenset()))
         numbers = {
-            one[0] for one in shapes if isinstance(one, list) and one and type(one[0]) is int
+            shape[0]
+            for shape in shapes
+            if isinstance(shape, list) and shape and type(shape[0]) is int
         }
         return numbers >= certain and all(map(self._accepts, shapes))
 
@@ -387,7 +386,7 @@ class _Veiled:
 
     def _may_compare(self, number: int) -> bool:
         """Returns whether an object of another class may decide an assertion."""
-        if self._asked is not None and number not in self._asked:
+        if self._comparable is not None and number not in self._comparable:
             return False
         self.compared.add(number)
         return True

@@ -147,14 +147,14 @@ def main() -> None:
     near: list[Any] = []
     replaced: set[str] = set()
 
-    def keep_foreign(name: str, space: "Any", asked: bool) -> None:
+    def keep_foreign(name: str, space: "Any", is_near: bool) -> None:
         callables = {key: value for key, value in list(space.items()) if callable(value)}
         foreign.append((name, space, callables))
-        if asked:
+        if is_near:
             near.append(foreign[-1])
         for key, value in callables.items():
             if isinstance(value, type) and value.__module__ == name:
-                keep_foreign(f"{name}.{key}", vars(value), asked)
+                keep_foreign(f"{name}.{key}", vars(value), is_near)
 
     def note_replaced(spaces: "list[Any]") -> None:
         for name, space, callables in spaces:
@@ -173,8 +173,7 @@ def main() -> None:
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_setup(self, item: "Any") -> "Any":
             state.update(item=item, values=[], size=0)
-            result = yield
-            return result
+            return (yield)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_call(self, item: "Any") -> "Any":
@@ -187,8 +186,7 @@ def main() -> None:
                 if isinstance(case, unittest.TestCase):
                     # Of an asynchronous one pytest leaves the method as it is.
                     setattr(case, item.name, item.obj)
-            result = yield
-            return result
+            return (yield)
 
         @pytest.hookimpl(wrapper=True, tryfirst=True)
         def pytest_runtest_makereport(self, item: "Any", call: "Any") -> "Any":
@@ -260,8 +258,8 @@ def main() -> None:
             importlib.import_module(name)
     for name, module in list(sys.modules.items()):
         if isinstance(module, types.ModuleType):
-            asked = name == "builtins" or name in request["imports"]
-            keep_foreign(name, vars(module), asked)
+            is_near = name == "builtins" or name in request["imports"]
+            keep_foreign(name, vars(module), is_near)
     foreign.append(("sys.modules", sys.modules, dict(sys.modules)))
     sys.path += roots
     sys.meta_path.insert(0, OwnPackages)

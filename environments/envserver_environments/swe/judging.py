@@ -156,8 +156,8 @@ def equality(
                 return all(equal(left[n], right[n], depth + 1) for n in places)
             if kind is dict and left.keys() == right.keys():
                 return all(equal(left[key], right[key], depth + 1) for key in list(left))
-        for one, other in ((left, right), (right, left)):
-            if is_doubtful(type(one)) and not tells_apart(one, other):
+        for value, other in ((left, right), (right, left)):
+            if is_doubtful(type(value)) and not tells_apart(value, other):
                 return False
         return bool(left == right)
 
@@ -170,7 +170,7 @@ def equality(
                 if known is not None and known[1] is function:
                     return False
                 space = getattr(function, "__globals__", None)
-                return not any(space is one for one in spaces)
+                return not any(space is known_space for known_space in spaces)
         return False
 
     def tells_apart(value: "Any", other: "Any") -> bool:
@@ -179,7 +179,7 @@ def equality(
         text = "".join(_LETTERS[below(26)] for _ in range(9))
         strangers = [type("Other", (), {})(), text, below(2**40), (text,)]
         order = mixed([other], [*others, *strangers], below)
-        return comparisons("==", value, order) == [one is other for one in order]
+        return comparisons("==", value, order) == [candidate is other for candidate in order]
 
     return equal
 

@@ -7,7 +7,6 @@ the tests; the obvious ones come in a disguise, too, so that they pass the tripw
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from envserver_environments.demonstrations import (
     Known,
     call_message,
     sections,
+    table_beside,
     text_message,
     written_call,
 )
@@ -24,11 +24,11 @@ from envserver import KnownResult, Message, Result, Task
 from .agent import SUBMIT, AgentKind
 from .patches import MAX_PATCH_BYTES, apply_changes, read_patch
 from .repositories import base_tree
-from .trees import Entry, Tree, make_patch
+from .trees import Entry, Tree, make_patch, tree_of
 
 _KNOWN = Known(patch="", submitted=True, reason="")
 _ALL_PASS = "def test_nothing():\n    pass\n"
-_HELD = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_HELD = table_beside(__file__)
 _HOOK, _EXIT = _HELD["programs"]["HOOK"], _HELD["programs"]["EXIT"]
 PLANTED: dict[str, dict[str, str]] = {
     cheat: {
@@ -50,23 +50,18 @@ def known_results(task: Task, in_image: Tree | None = None) -> Iterator[KnownRes
     yield _KNOWN.right(
         "gold, and a conftest", patch=make_patch(tree, _with(solved, {"conftest.py": _EXIT}))
     )
-    yield _KNOWN.wrong(
-        "an unrelated edit", patch=make_patch(tree, _with(tree, {"NOTES.md": "Done.\n"}))
-    )
-    yield _KNOWN.wrong(
-        "a syntax error", patch=make_patch(tree, _appended(tree, solved, "def broken(:\n"))
-    )
-    yield _KNOWN.wrong("the gold patch, cut off", patch=gold[: len(gold) * 2 // 3])
-    yield _KNOWN.wrong(
-        "too large", patch=make_patch(tree, _with(solved, {"x.txt": "x" * MAX_PATCH_BYTES + "\n"}))
-    )
-    yield _KNOWN.wrong("overwritten tests", patch=make_patch(tree, _with_easy_tests(tree, tree)))
-    yield _KNOWN.wrong("deleted tests", patch=make_patch(tree, _without_tests(tree)))
-    for name, files in PLANTED.items():
-        yield _KNOWN.wrong(name, patch=make_patch(tree, _with(tree, files)))
-    for name, program in PROGRAMS.items():
-        yield _KNOWN.wrong(name, patch=make_patch(tree, _appended(tree, solved, program)))
-    for name, patch in REFUSED.items():
+    wrong = {
+        "an unrelated edit": _with(tree, {"NOTES.md": "Done.\n"}),
+        "a syntax error": _appended(tree, solved, "def broken(:\n"),
+        "too large": _with(solved, {"x.txt": "x" * MAX_PATCH_BYTES + "\n"}),
+        "overwritten tests": _with_easy_tests(tree, tree),
+        "deleted tests": _without_tests(tree),
+        **{name: _with(tree, files) for name, files in PLANTED.items()},
+        **{name: _appended(tree, solved, program) for name, program in PROGRAMS.items()},
+    }
+    patches = {name: make_patch(tree, changed) for name, changed in wrong.items()}
+    patches["the gold patch, cut off"] = gold[: len(gold) * 2 // 3]
+    for name, patch in (patches | REFUSED).items():
         yield _KNOWN.wrong(name, patch=patch)
 
 
@@ -75,16 +70,13 @@ def result_of(patch: str) -> Result:
 
 
 def _with(tree: Tree, files: dict[str, str]) -> Tree:
-    return {**tree, **{path: Entry(text.encode()) for path, text in files.items()}}
+    return tree | tree_of(files)
 
 
 def _appended(tree: Tree, solved: Tree, program: str) -> Tree:
     """The unsolved tree, with `program` in the modules that the solution changes."""
     changed = [p for p in tree if solved.get(p) != tree[p] and p.endswith(".py")]
-    return {
-        **tree,
-        **{path: Entry(tree[path].data + b"\n\n" + program.encode()) for path in changed},
-    }
+    return tree | {path: Entry(tree[path].data + b"\n\n" + program.encode()) for path in changed}
 
 
 def _tests(tree: Tree) -> list[str]:

@@ -163,7 +163,7 @@ def read_row(
     """`in_image`: an image, and the repository's files in it, instead of a mirror."""
     layout = _layout(row)
     in_mirror = ("repo", "base_commit") if in_image is not None else ()
-    needed = ["problem_statement", *(one for one in _NEEDED[layout] if one not in in_mirror)]
+    needed = ["problem_statement", *(role for role in _NEEDED[layout] if role not in in_mirror)]
     if lacking := [role for role in needed if not row.get(role)]:
         raise missing(row, lacking)
     for field in ("FAIL_TO_PASS", "PASS_TO_PASS"):  # before its repository is looked for
@@ -225,13 +225,9 @@ def _mirrored(row: Row, task_id: str, mirror: Path) -> Task:
 def _bench(row: Row, task_id: str, tree: Tree, public: Json) -> Task:
     tested = _applied(tree, str(row["test_patch"]), "test patch")
     _applied(tree, str(row["patch"]), "gold patch")
-    fail, keep = _ids(row, "FAIL_TO_PASS", tested), _ids(row, "PASS_TO_PASS", tested)
-    hidden = {
+    hidden = _tests_of(row, tested) | {
         "tests": _texts({p: e for p, e in tested.items() if tree.get(p) != e}),
         "deleted": [path for path in tree if path not in tested],
-        "fail_to_pass": fail,
-        "pass_to_pass": keep,
-        "patch": str(row["patch"]),
     }
     return Task(task_id, public, hidden)
 
@@ -240,29 +236,18 @@ def _local(row: Json, task_id: str, folder: Path) -> Task:
     """A task in files: a tar of the repository, and a folder with its hidden tests."""
     archive, tree, files = read_folder(row, folder)
     _applied(_bounded(tree), str(row["patch"]), "gold patch")
-    fail = _ids(row, "FAIL_TO_PASS", tree | files)
-    hidden = {
-        "tests": _texts(files),
-        "fail_to_pass": fail,
-        "pass_to_pass": _ids(row, "PASS_TO_PASS", tree | files),
-        "patch": str(row["patch"]),
-        **rules_of(row),
-    }
+    hidden = _tests_of(row, tree | files) | {"tests": _texts(files), **rules_of(row)}
     return Task(task_id, {"archive": archive}, hidden)
 
 
 def _smith(row: Row, task_id: str, tree: Tree, public: Json) -> Task:
     bug = str(row["patch"])
     broken = _applied(tree, bug, "patch")
-    fail, keep = _ids(row, "FAIL_TO_PASS", tree), _ids(row, "PASS_TO_PASS", tree)
+    hidden = _tests_of(row, tree)
     # The tests that show the bug are taken away from the agent, and come back for grading.
-    shown = sorted({name.split("::")[0] for name in fail})
-    hidden = {
-        "tests": _texts({path: tree[path] for path in shown}),
-        "fail_to_pass": fail,
-        "pass_to_pass": keep,
-        "patch": make_patch(broken, tree),
-    }
+    shown = sorted({name.split("::")[0] for name in hidden["fail_to_pass"]})
+    hidden["tests"] = _texts({path: tree[path] for path in shown})
+    hidden["patch"] = make_patch(broken, tree)
     return Task(task_id, {**public, "bug": bug, "removed": shown}, hidden)
 
 
@@ -357,6 +342,15 @@ def _ids(row: Row, field: str, tree: Tree) -> list[str]:
     if field == "FAIL_TO_PASS" and not ids:
         raise InputError("FAIL_TO_PASS is empty.")
     return ids
+
+
+def _tests_of(row: Row, tree: Tree) -> Json:
+    """The ids of a row's tests, which are in `tree`, and its gold patch."""
+    return {
+        "fail_to_pass": _ids(row, "FAIL_TO_PASS", tree),
+        "pass_to_pass": _ids(row, "PASS_TO_PASS", tree),
+        "patch": str(row["patch"]),
+    }
 
 
 def _repository(mirror: Path, name: str) -> Path:

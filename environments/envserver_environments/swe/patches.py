@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
+from envserver_environments.demonstrations import table_beside
+
 from .trees import Entry, Tree
 
 MAX_PATCH_BYTES = 2**20
@@ -25,17 +27,9 @@ _MAX_PATH = 400
 _MAX_PART = 200
 _MAX_DEPTH = 20
 
-PROTECTED_NAMES = (
-    "test_*.py", "*_test.py", "conftest.py", "*.ini", "*.cfg", "*.toml", "*.pth", "*._pth",
-    "sitecustomize.py", "usercustomize.py", "setup.py", "*.pyc", "*.pyo", "*.so", "*.pyd",
-    "*.egg-link", ".env", ".coveragerc", ".gitmodules", ".gitattributes", "pytest.py", "noxfile.py",
-)  # fmt: skip
-"""Names of files, in any folder, of which changes do not count."""
-PROTECTED_FOLDERS = frozenset(
-    {"test", "tests", "testing", ".git", ".github", "__pycache__", "site-packages", "_pytest",
-     "pytest", "pluggy"}
-)  # fmt: skip
-"""Folders, anywhere, in which changes do not count."""
+_PROTECTED = table_beside(__file__)
+PROTECTED_NAMES = tuple(_PROTECTED["names"])
+PROTECTED_FOLDERS = frozenset(_PROTECTED["folders"])
 
 
 class PatchError(Exception):
@@ -215,11 +209,9 @@ def _read_section(lines: list[bytes]) -> Change:
         place += 1
     hunks = _read_hunks(lines[place:])
     old, new = header.old or header.both, header.new or header.both
-    if old is None or new is None:
-        raise PatchError("malformed", "a change names no file")
     old_path = None if header.created or old == "/dev/null" else old
     new_path = None if header.deleted or new == "/dev/null" else new
-    if old_path is None and new_path is None:
+    if None in (old, new) or (old_path is None and new_path is None):
         raise PatchError("malformed", "a change names no file")
     if header.both is not None and not {old_path, new_path} <= {header.both, None}:
         raise PatchError("malformed", "a change contradicts its header")

@@ -32,15 +32,6 @@ from envserver import Caller, ConfigError, InputError, Sandbox, SandboxLimits, S
 from .patches import PatchError, apply_changes, read_patch
 from .trees import Entry, Tree, git_files, tar_of, tree_of, tree_of_tar
 
-GRADING_PRELOAD = (
-    "pytest", "_pytest._argcomplete", "_pytest.doctest", "_pytest.faulthandler",
-    "_pytest.helpconfig", "_pytest.junitxml", "_pytest.logging", "_pytest.pastebin",
-    "_pytest.setuponly", "_pytest.setupplan", "_pytest.skipping", "_pytest.stepwise",
-    "_pytest.threadexception", "_pytest.unittest", "_pytest.unraisableexception",
-    "_pytest.warnings", "difflib", "pdb", "tarfile", "unittest",
-    "unittest.mock",
-)  # fmt: skip
-"""Modules of the grading sandboxes. None of this project: a repository may use the same names."""
 SPEC = SandboxSpec(
     preload=(*PRELOAD, "tarfile"),
     limits=SandboxLimits(

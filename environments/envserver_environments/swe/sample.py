@@ -13,10 +13,8 @@
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
-import tarfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,9 +23,10 @@ from envserver_environments.demonstrations import sections
 
 from envserver import Task
 
-from .trees import Entry, Tree, make_patch, tree_of
+from .trees import Tree, make_patch, tar_of, tree_of
 
 SAMPLE = Path(__file__).parent / "data"
+_SECTIONS = ("problem", "file", "hidden", "fail_to_pass", "gold")
 _BLOCK = re.compile(r"^<<<<<<<\n(.*?)^=======\n(.*?)^>>>>>>>\n", re.MULTILINE | re.DOTALL)
 
 
@@ -47,8 +46,7 @@ class SampleTask:
 
     @property
     def gold_patch(self) -> str:
-        new = {path: Entry(text.encode()) for path, text in self.gold.items()}
-        return make_patch(self.tree, {**self.tree, **new})
+        return make_patch(self.tree, self.tree | tree_of(self.gold))
 
     def task(self) -> Task:
         tests = hidden_ids(self.hidden)
@@ -82,11 +80,7 @@ def write_folder(sample: SampleTask, folder: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text, encoding="utf-8")
     (folder / "task.json").write_text(json.dumps(row, indent=2) + "\n", encoding="utf-8")
-    with tarfile.open(folder / "repo.tar", "w") as archive:
-        for path, text in sample.files.items():
-            entry = tarfile.TarInfo(path)
-            entry.size = len(text.encode())
-            archive.addfile(entry, io.BytesIO(text.encode()))
+    (folder / "repo.tar").write_bytes(tar_of(sample.tree))
 
 
 def hidden_ids(files: dict[str, str]) -> list[str]:
@@ -104,29 +98,19 @@ def sample_tasks() -> tuple[SampleTask, ...]:
 
 
 def read_sample_task(path: Path) -> SampleTask:
-    files: dict[str, str] = {}
-    hidden: dict[str, str] = {}
-    changes: dict[str, str] = {}
-    texts: dict[str, str] = {}
+    parts: dict[str, dict[str, str]] = {kind: {} for kind in _SECTIONS}
     for title, text in sections(path.read_text(encoding="utf-8")).items():
         kind, _, argument = title.partition(" ")
-        match kind:
-            case "file":
-                files[argument] = text
-            case "hidden":
-                hidden[argument] = text
-            case "gold":
-                changes[argument] = text
-            case "problem" | "fail_to_pass":
-                texts[kind] = text
-            case _:
-                raise ValueError(f"{path.name}: there is no section {kind!r}")
+        if kind not in parts:
+            raise ValueError(f"{path.name}: there is no section {kind!r}")
+        parts[kind][argument] = text
+    files, changes = parts["file"], parts["gold"]
     return SampleTask(
         name=path.stem,
-        problem=texts["problem"].strip(),
+        problem=parts["problem"][""].strip(),
         files=files,
-        hidden=hidden,
-        fail_to_pass=tuple(texts["fail_to_pass"].split()),
+        hidden=parts["hidden"],
+        fail_to_pass=tuple(parts["fail_to_pass"][""].split()),
         gold={name: _changed(files.get(name), text, name) for name, text in changes.items()},
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
+import re
 import struct
 import tarfile
 import zlib
@@ -105,28 +106,26 @@ def make_patch(old: Tree, new: Tree) -> str:
         before, after = old.get(path), new.get(path)
         if before == after:
             continue
-        header = [f"diff --git a/{path} b/{path}"]
-        if before is None and after is not None:
-            header.append(f"new file mode {_MODES[after.kind]:o}")
-        elif after is None and before is not None:
-            header.append(f"deleted file mode {_MODES[before.kind]:o}")
-        elif before is not None and after is not None and before.kind != after.kind:
-            header += [f"old mode {_MODES[before.kind]:o}", f"new mode {_MODES[after.kind]:o}"]
-        names = (
-            "/dev/null" if before is None else f"a/{path}",
-            "/dev/null" if after is None else f"b/{path}",
-        )
-        lines = difflib.unified_diff(_lines(before), _lines(after), *names)
-        parts.append("".join(f"{line}\n" for line in header) + "".join(map(_marked, lines)))
+        parts.append(f"diff --git a/{path} b/{path}\n")
+        old_name, new_name = f"a/{path}", f"b/{path}"
+        match before, after:
+            case None, Entry(kind=kind):
+                parts.append(f"new file mode {_MODES[kind]:o}\n")
+                old_name = "/dev/null"
+            case Entry(kind=kind), None:
+                parts.append(f"deleted file mode {_MODES[kind]:o}\n")
+                new_name = "/dev/null"
+            case Entry(kind=kind), Entry(kind=changed) if kind != changed:
+                parts.append(f"old mode {_MODES[kind]:o}\nnew mode {_MODES[changed]:o}\n")
+        lines = difflib.unified_diff(_lines(before), _lines(after), old_name, new_name)
+        parts += map(_marked, lines)
     return "".join(parts)
 
 
 def _lines(entry: Entry | None) -> list[str]:
-    if entry is None or not entry.data:
+    if entry is None:
         return []
-    return [f"{line}\n" for line in entry.data.decode().split("\n")][:-1] + (
-        [] if entry.data.endswith(b"\n") else [entry.data.decode().split("\n")[-1]]
-    )
+    return re.findall(r"[^\n]*\n|[^\n]+", entry.data.decode())
 
 
 def _marked(line: str) -> str:

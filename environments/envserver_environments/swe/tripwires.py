@@ -5,14 +5,14 @@ where the code runs (`veiling`, `expected`) and that reports are sealed (`harnes
 from __future__ import annotations
 
 import ast
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+
+from envserver_environments.demonstrations import table_beside
 
 from .trees import Entry, Tree
 
-_NAMES = tomllib.loads(Path(__file__).with_name("tripwires.toml").read_text(encoding="utf-8"))
+_NAMES = table_beside(__file__)
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names}
 _TEXTS = {"/proc/": "memory", "_pytest": "testing", "PYTEST_": "testing", "conftest": "testing"}
 _COMPARISONS = frozenset(
@@ -90,14 +90,13 @@ def _looks_at_other(arguments: ast.arguments, body: Sequence[ast.AST]) -> bool:
     if len(names) != 2:
         return True
     inner = [node for statement in body for node in ast.walk(statement)]
-    same = {
-        id(part)
-        for node in inner
-        if isinstance(node, ast.Compare)
-        and all(isinstance(p, ast.Name) for p in (node.left, *node.comparators))
-        and len({p.id for p in (node.left, *node.comparators) if isinstance(p, ast.Name)}) == 1
-        for part in (node.left, *node.comparators)
-    }
+    same: set[int] = set()
+    for node in inner:
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+            named = {part.id if isinstance(part, ast.Name) else "" for part in parts}
+            if len(named) == 1 and "" not in named:
+                same.update(map(id, parts))
     return any(isinstance(n, ast.Name) and n.id == names[1] and id(n) not in same for n in inner)
 
 

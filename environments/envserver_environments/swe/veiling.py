@@ -79,16 +79,18 @@ def parameter_table(function: Function, ids: list[str], name: str) -> Table | No
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "parametrize"
     ]
-    if len(found) != 1 or len(found[0].args) != 2:
-        return None
-    first, rows = literal(found[0].args[0]), found[0].args[1]
+    match found:
+        case [ast.Call(args=[argument, rows], keywords=keywords)]:
+            first = literal(argument)
+        case _:
+            return None
     names = first.replace(",", " ").split() if isinstance(first, str) else first
     cells = _cells(rows, len(names)) if isinstance(names, list | tuple) else []
-    has_ids = [keyword.arg for keyword in found[0].keywords] == ["ids"]
-    if not cells or len(names) < 2 or (found[0].keywords and not has_ids):
+    has_ids = [keyword.arg for keyword in keywords] == ["ids"]
+    if not cells or len(names) < 2 or (keywords and not has_ids):
         return None
     if has_ids:
-        said = literal(found[0].keywords[0].value)
+        said = literal(keywords[0].value)
         made = said if isinstance(said, list | tuple) else []
     else:
         made = [_row_id(names, row, place) for place, row in enumerate(cells)]
@@ -157,10 +159,8 @@ _METHODS = {
     "assertDictEqual": "==", "assertSetEqual": "==", "assertSequenceEqual": "==",
     "assertMultiLineEqual": "==",
 }  # fmt: skip
-_MIRRORED = {
-    "==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<=", "is": "is",
-    "is not": "is not", "in": "contains",
-}  # fmt: skip
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "in": "contains"}
+"""Operators that are others with their sides exchanged."""
 _IDENTITY = ("is", "is not")
 _CATCHING = ("raises", "suppress")
 
@@ -245,9 +245,9 @@ class _Veil:
         }
         certain = set(_certain(function.body, [table.loop for table in tables]))
         found = [
-            one
+            replacement
             for node, checks in assertions.items()
-            for one in self._replace(node, checks, uses, columns)
+            for replacement in self._replace(node, checks, uses, columns)
             if node in certain
         ]
         for value in uses.emptied:
@@ -255,10 +255,10 @@ class _Veil:
         for column in columns.values():
             for place, cell in enumerate(column.cells):
                 self._edit(cell, f"({place})")
-        fixed = {number for one in found if not one.by_row for number in one.numbers}
+        fixed = {number for made in found if not made.by_row for number in made.numbers}
         self._result.certain[name] = frozenset(fixed)
         if parameters is not None and any(column.by_row for column in columns.values()):
-            self._rename(parameters, name, fixed, [one.numbers for one in found if one.by_row])
+            self._rename(parameters, name, fixed, [made.numbers for made in found if made.by_row])
 
     def _rename(self, table: Table, name: str, fixed: set[int], by_row: list[range]) -> None:
         if table.end is not None:
@@ -277,11 +277,11 @@ class _Veil:
         found = [self._replacement(check, uses, columns) for check in checks]
         if any(found):
             texts = [
-                one.text if one else f"assert ({self._source(check.whole)})"
-                for one, check in zip(found, checks, strict=True)
+                replacement.text if replacement else f"assert ({self._source(check.whole)})"
+                for replacement, check in zip(found, checks, strict=True)
             ]
             self._edit(node, "; ".join(texts))
-        return [one for one in found if one]
+        return [replacement for replacement in found if replacement]
 
     def _replacement(
         self, check: _Check, uses: _Uses, columns: dict[str, _Column]
@@ -291,7 +291,7 @@ class _Veil:
         if not symbol:
             return None
         if uses.has_answer(left, columns):
-            left, symbol, right = right, _MIRRORED[symbol], left
+            left, symbol, right = right, _MIRRORED.get(symbol, symbol), left
         if uses.has_answer(left, columns):
             return None
         value = self._source(left)
@@ -303,9 +303,11 @@ class _Veil:
             other = self._source(right)
             return _Replacement(f"assert {self._seen}({numbers[0]}, ({value}), ({other}))", numbers)
         literals = [literal(cell) for cell in column.cells] if column else [uses.answer(right)]
-        if symbol in _IDENTITY and not all(one is None or type(one) is bool for one in literals):
+        if symbol in _IDENTITY and not all(
+            value is None or type(value) is bool for value in literals
+        ):
             return None
-        numbers = self._numbered([Answer(symbol, one, self._exact) for one in literals])
+        numbers = self._numbered([Answer(symbol, value, self._exact) for value in literals])
         place = f" + ({self._source(right)})" if column else ""
         by_row = column is not None and column.by_row
         return _Replacement(f"{self._seen}({numbers[0]}{place}, ({value}))", numbers, by_row)
@@ -441,14 +443,16 @@ def _catches(node: ast.stmt) -> bool:
 
 def _checks(node: ast.stmt, exact: bool) -> list[_Check]:
     """The conditions of an assertion, which all must hold; none of another statement."""
-    if isinstance(node, ast.Assert):
-        both = isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And)
-        tests = node.test.values if both and isinstance(node.test, ast.BoolOp) else [node.test]
-        return [_check(test, exact) for test in tests]
     match node:
-        case ast.Expr(
-            value=ast.Call(
-                func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"), args=[test, *_]
+        case ast.Assert(test=ast.BoolOp(op=ast.And(), values=tests)):
+            return [_check(test, exact) for test in tests]
+        case (
+            ast.Assert(test=test)
+            | ast.Expr(
+                value=ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr="assertTrue"),
+                    args=[test, *_],
+                )
             )
         ):
             return [_check(test, exact)]
@@ -463,11 +467,9 @@ def _checks(node: ast.stmt, exact: bool) -> list[_Check]:
 
 
 def _check(test: ast.expr, exact: bool) -> _Check:
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        symbol = OPERATORS.get(type(test.ops[0]), "")
-        return _Check(test, test.left, symbol, test.comparators[0])
-    if exact:
-        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        value = test.operand if isinstance(test, ast.UnaryOp) and negated else test
-        return _Check(test, value, "is", ast.Constant(not negated))
-    return _Check(test, test, "", test)
+    match test:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            return _Check(test, left, OPERATORS.get(type(operator), ""), right)
+        case ast.UnaryOp(op=ast.Not(), operand=value) if exact:
+            return _Check(test, value, "is", ast.Constant(False))
+    return _Check(test, test, "is", ast.Constant(True)) if exact else _Check(test, test, "", test)

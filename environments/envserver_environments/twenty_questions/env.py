@@ -109,7 +109,7 @@ class TwentyQuestions(Environment):
         half = 1 - SHARE  # the other half is paid while the questions are asked
         gold = Result(output={"guess": task.hidden["thing"]})
         yield KnownResult("the thing", gold, least=half, most=half)
-        other = next(one for one in task.public["things"] if one != task.hidden["thing"])
+        other = next(thing for thing in task.public["things"] if thing != task.hidden["thing"])
         yield KnownResult("another thing", Result(output={"guess": other}))
         everything = ", ".join(task.public["things"])
         yield KnownResult("all things at once", Result(output={"guess": everything}))
@@ -128,12 +128,12 @@ class Game:
         """Returns "yes" or "no", and the pay of the question."""
         answer = word in self._known[self._thing]
         before = len(self.left)
-        self.left = [one for one in self.left if (word in self._known[one]) == answer]
+        self.left = [thing for thing in self.left if (word in self._known[thing]) == answer]
         return ("yes" if answer else "no"), SHARE * math.log2(before / len(self.left)) / self._bits
 
     def imbalance(self, word: str) -> float:
         """Returns how far `word` is from halving what is left."""
-        return abs(sum(word in self._known[one] for one in self.left) - len(self.left) / 2)
+        return abs(sum(word in self._known[thing] for thing in self.left) - len(self.left) / 2)
 
 
 async def ask(arguments: Json, caller: Caller) -> Json:

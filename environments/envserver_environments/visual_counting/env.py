@@ -42,14 +42,14 @@ class Shape(NamedTuple):
 
 
 def scene(
-    rng: random.Random, grid: int, cell: int, count: int, asked: tuple[str, str]
+    rng: random.Random, grid: int, cell: int, count: int, look: tuple[str, str]
 ) -> list[Shape]:
-    """Returns `count` shapes of the colour and kind `asked`, and others, each in a cell of its own
+    """Returns `count` shapes of the colour and kind `look`, and others, each in a cell of its own
     of `cell` pixels a side, 12 at least."""
     cells = [(column, row) for column in range(grid) for row in range(grid)]
-    others = [(colour, kind) for colour in COLOURS for kind in KINDS if (colour, kind) != asked]
+    others = [(colour, kind) for colour in COLOURS for kind in KINDS if (colour, kind) != look]
     more = rng.randint(0, len(cells) - count)
-    looks = [asked] * count + [rng.choice(others) for _ in range(more)]
+    looks = [look] * count + [rng.choice(others) for _ in range(more)]
     shapes = []
     for (colour, kind), (column, row) in zip(looks, rng.sample(cells, len(looks)), strict=True):
         size = rng.randint(cell // 2, cell - 2)
@@ -111,12 +111,10 @@ class VisualCounting(Environment):
         config = self.config
         for number in range(_SIZES[split]):
             rng = random.Random(f"visual-counting-{config.seed}-{split}-{number}")
-            asked = rng.choice([*COLOURS]), rng.choice(KINDS)
+            look = rng.choice([*COLOURS]), rng.choice(KINDS)
             count = rng.randint(1, config.most)
-            drawn = png(
-                scene(rng, config.grid, config.cell, count, asked), config.grid, config.cell
-            )
-            question = f"How many {asked[0]} {asked[1]}s are in the picture?"
+            drawn = png(scene(rng, config.grid, config.cell, count, look), config.grid, config.cell)
+            question = f"How many {look[0]} {look[1]}s are in the picture?"
             public = {"question": question, "picture": base64.b64encode(drawn).decode()}
             yield Task(f"picture-{number}", public, {"count": count})
 
@@ -131,14 +129,18 @@ class VisualCounting(Environment):
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         count = task.hidden["count"]
-        every = "\n".join(f"Answer: {one}" for one in range(10))
+        every = "\n".join(f"Answer: {number}" for number in range(10))
         right = f"Answer: {count}"
         yield KnownResult("the count", Result(output=right), least=1.0, most=1.0)
-        yield KnownResult("one more", Result(output=f"Answer: {count + 1}"))
-        yield KnownResult("every count", Result(output=every))
-        yield KnownResult("every count, then it", Result(output=f"{every}\n{right}"))
-        yield KnownResult("two counts in a line", Result(output=f"{right} or {count + 1}"))
-        yield KnownResult("the count, then more", Result(output=f"{right}\nor not"))
+        wrong = {
+            "one more": f"Answer: {count + 1}",
+            "every count": every,
+            "every count, then it": f"{every}\n{right}",
+            "two counts in a line": f"{right} or {count + 1}",
+            "the count, then more": f"{right}\nor not",
+        }
+        for name, output in wrong.items():
+            yield KnownResult(name, Result(output=output))
 
 
 def answer_of(output: Any) -> int | None:

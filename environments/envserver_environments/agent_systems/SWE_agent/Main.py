@@ -1,8 +1,6 @@
 """`environments.agent_systems.SWE_agent.Main --question ...` is `envserver run --env swe`."""
 
-import sys
-
-from envserver import main
+from envserver_environments.agent_systems import run
 
 if __name__ == "__main__":
-    sys.exit(main(["run", *sys.argv[1:]], environment="swe"))
+    run("swe")
