@@ -372,7 +372,9 @@ def typed_methods(environment: Environment) -> dict[str, TypedTool]:
     for base in reversed(type(environment).__mro__):
         held.update(vars(base))
     return {
-        name: one.__get__(environment) for name, one in held.items() if isinstance(one, TypedTool)
+        name: tool.__get__(environment)
+        for name, tool in held.items()
+        if isinstance(tool, TypedTool)
     }
 
 
@@ -394,7 +396,7 @@ def answer_text(result: Result) -> str:
     if isinstance(output, dict):
         held = [output[name] for name in _ANSWERS if name in output]
         if held:
-            output = next((one for one in held if one not in (None, "")), "")
+            output = next((text for text in held if text not in (None, "")), "")
             return output if isinstance(output, str) else msgspec.json.encode(output).decode()
         output = output or None
     if output in (None, "") and result.messages:

@@ -391,7 +391,7 @@ def _help(environment: str | None) -> str:
 def _help_of_group(name: str, group: Command) -> str:
     words = {word: command.summary for word, command in group.words.items()}
     for word, command in group.words.items():
-        words |= {f"{word} {one}": below.summary for one, below in command.words.items()}
+        words |= {f"{word} {name}": below.summary for name, below in command.words.items()}
     return "\n".join(
         [
             f"Usage: {_program(None)} {name} COMMAND [--name value ...]",

@@ -109,11 +109,11 @@ def _results(report: EnvironmentReport) -> Iterator[tuple[str, ...]]:
         yield (kind.name, *scored, expected(kind), verdict(kind))
 
 
-def _play(one: Played) -> tuple[str, ...]:
-    scored = len(one.rewards)
-    rewards = min(one.rewards, default=None), one.mean, max(one.rewards, default=None)
-    turns = f"{one.turns / scored:.1f}" if scored else "-"
-    return (one.way, str(scored), str(one.solved), *map(number, rewards), turns, ended_by(one))
+def _play(play: Played) -> tuple[str, ...]:
+    scored = len(play.rewards)
+    rewards = min(play.rewards, default=None), play.mean, max(play.rewards, default=None)
+    turns = f"{play.turns / scored:.1f}" if scored else "-"
+    return (play.way, str(scored), str(play.solved), *map(number, rewards), turns, ended_by(play))
 
 
 _WRONG_SHOWN = 5
@@ -153,7 +153,7 @@ def sections(report: EnvironmentReport) -> dict[str, list[str]]:
     scored: list[Kind | Played] = [*report.kinds, *report.plays]
     seen: dict[str, Wrong] = {}
     found = {
-        "Wrong results": [line for one in scored for line in _wrong(one, seen)],
+        "Wrong results": [line for kind in scored for line in _wrong(kind, seen)],
         "Rows": [*rows, looked_at],
         "Fields": [line for count in data.counts.values() for line in _field_lines(count)],
         "Repeated questions": list(map(_repeat_line, data.repeats)),
@@ -181,22 +181,22 @@ def _field_lines(count: RowCount) -> Iterator[str]:
         yield from causes(count.layouts)
 
 
-def _repeat_line(one: Repeats) -> str:
-    first = "; ".join(f"{place} as {other}" for place, other in one.places)
-    return f"{one.what}: {one.count}" + (f" (first: {first})" if first else "")
+def _repeat_line(repeats: Repeats) -> str:
+    first = "; ".join(f"{place} as {other}" for place, other in repeats.places)
+    return f"{repeats.what}: {repeats.count}" + (f" (first: {first})" if first else "")
 
 
-def _length_line(one: Lengths) -> str:
+def _length_line(lengths: Lengths) -> str:
     shares = ", ".join(
         f"{share} % up to {tokens}" if share < 100 else f"longest {tokens}"
-        for share, tokens in one.percentiles.items()
+        for share, tokens in lengths.percentiles.items()
     )
     over = "".join(
         f"; {counted(count, 'row')} over {name} ({limit})"
-        for name, (limit, count) in one.over.items()
-        if count or one.what == "prompt"
+        for name, (limit, count) in lengths.over.items()
+        if count or lengths.what == "prompt"
     )
-    return f"{one.what}: {shares}{over}"
+    return f"{lengths.what}: {shares}{over}"
 
 
 def _tokenizer_line(data: DataReport) -> str:
@@ -210,19 +210,19 @@ def _tokenizer_line(data: DataReport) -> str:
     )
 
 
-def _wrong(one: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
+def _wrong(counted_as: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
     """Yields lines for wrong results; for those that raise the same error only the first."""
     from ..rollouts.check_data import Kind
     from ..running.checking import DEMONSTRATION
 
-    if isinstance(one, Kind):
-        name, awaited = one.name, expected(one)
+    if isinstance(counted_as, Kind):
+        name, awaited = counted_as.name, expected(counted_as)
     else:
-        name = f"Ran: {one.way}"
-        awaited = "a solved task" if one.way == DEMONSTRATION else ""
+        name = f"Ran: {counted_as.way}"
+        awaited = "a solved task" if counted_as.way == DEMONSTRATION else ""
     shown = [
         wrong
-        for wrong in one.wrong
+        for wrong in counted_as.wrong
         if not wrong.raised or seen.setdefault(wrong.error, wrong) is wrong
     ]
     for wrong in shown[:_WRONG_SHOWN]:
@@ -277,20 +277,22 @@ def _as_expected(kinds: list[Kind]) -> str:
     return f"{count - wrong} of {count} as expected" if count else "none known"
 
 
-def _distribution(one: Played) -> str:
-    text = f"{one.solved} of {len(one.rewards) + len(one.wrong) - _judged(one)} solve their task"
-    if one.rewards:
-        text += f", mean reward {one.mean:.2g}, {one.turns / len(one.rewards):.1f} turns"
-    return f"{text}; {ended}" if (ended := ended_by(one)) else text
+def _distribution(play: Played) -> str:
+    text = (
+        f"{play.solved} of {len(play.rewards) + len(play.wrong) - _judged(play)} solve their task"
+    )
+    if play.rewards:
+        text += f", mean reward {play.mean:.2g}, {play.turns / len(play.rewards):.1f} turns"
+    return f"{text}; {ended}" if (ended := ended_by(play)) else text
 
 
-def _judged(one: Played) -> int:
-    return sum(wrong.reward is not None for wrong in one.wrong)
+def _judged(play: Played) -> int:
+    return sum(wrong.reward is not None for wrong in play.wrong)
 
 
-def ended_by(one: Played) -> str:
-    failed = len(one.wrong) - _judged(one)
-    parts = [f"{limit} {count}" for limit, count in sorted(one.limits.items())]
+def ended_by(play: Played) -> str:
+    failed = len(play.wrong) - _judged(play)
+    parts = [f"{limit} {count}" for limit, count in sorted(play.limits.items())]
     return ", ".join([*parts, *([counted(failed, "failure")] if failed else [])])
 
 

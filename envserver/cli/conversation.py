@@ -71,7 +71,7 @@ def show_sample(console: Console, group: Group) -> None:
 def _sample(rollouts: list[Trajectory]) -> list[tuple[Trajectory, str]]:
     rated = [rollout for rollout in rollouts if rollout.score.reward is not None]
     if len(rollouts) <= 2 or not rated:
-        return [(one, "") for one in rollouts[:2]]
+        return [(rollout, "") for rollout in rollouts[:2]]
     best, worst = (choose(rated, key=_reward) for choose in (max, min))
     if _reward(best) == _reward(worst):
         return [(best, f": all {len(rated)} have this reward")]

@@ -220,8 +220,8 @@ async def look_at_machines(config: SandboxConfig) -> list[MachineFact]:
     async with Machines(address_of(config)) as machines:
         await machines.look()
         return [
-            MachineFact(one.url, None if one.problem else one.load, one.problem)
-            for one in machines.known
+            MachineFact(machine.url, None if machine.problem else machine.load, machine.problem)
+            for machine in machines.known
         ]
 
 

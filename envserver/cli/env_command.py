@@ -60,9 +60,9 @@ def run_sample(argv: list[str]) -> int:
 
 def _flags(reading: Mapping[str, Any]) -> str:
     pairs = [
-        (name, one)
+        (name, item)
         for name, value in reading.items()
-        for one in (value if isinstance(value, list) else [value])
+        for item in (value if isinstance(value, list) else [value])
     ]
     return " ".join(f"--env.{name} {shlex.quote(str(value))}" for name, value in pairs)
 
@@ -188,16 +188,17 @@ def run_install(argv: list[str]) -> int:
         from ..running.installing import install
 
     settings = INSTALL.read(argv)
-    one = install(
+    package = install(
         settings.source,
         packages=settings.packages,
         interpreter=settings.interpreter,
         replace=settings.replace,
         on_progress=lambda text: say(f"{text} ..."),
     )
-    where = "in its own virtual environment" if one.interpreter else "beside envserver"
-    say(f"Installed {one.package} {one.version} {where}. Its manifest: {one.folder / MANIFEST}")
-    print("\n".join(one.names))
+    where = "in its own virtual environment" if package.interpreter else "beside envserver"
+    manifest = package.folder / MANIFEST
+    say(f"Installed {package.package} {package.version} {where}. Its manifest: {manifest}")
+    print("\n".join(package.names))
     return 0
 
 
@@ -216,8 +217,8 @@ def run_remove(argv: list[str]) -> int:
     with lean_imports():
         from ..running.installing import remove
 
-    one = remove(REMOVE.read(argv).name)
-    say(f"Removed {one.package} {one.version}.")
+    package = remove(REMOVE.read(argv).name)
+    say(f"Removed {package.package} {package.version}.")
     return 0
 
 
@@ -255,9 +256,9 @@ def _why_no_hub() -> str:
     return "" if get_token() else "there is no token; run `hf auth login` or set HF_TOKEN"
 
 
-def _row(one: Installed) -> tuple[str, ...]:
-    python = "shared" if one.interpreter is None else "own venv"
-    return (one.package, one.version, python, ",".join(one.names), one.source)
+def _row(package: Installed) -> tuple[str, ...]:
+    python = "shared" if package.interpreter is None else "own venv"
+    return (package.package, package.version, python, ",".join(package.names), package.source)
 
 
 class InstallAgentSettings(Section):

@@ -60,19 +60,19 @@ def read_members(command: CommandSpec[M], argv: Sequence[str]) -> list[RunSpec[M
     warn = once(to_stderr)
     seen: Counter[str] = Counter()
     found = []
-    for one in _wanted(command, argv):
+    for item in _wanted(command, argv):
         spec = read_run_spec(
             command,
             argv,
-            environment=one.reference,
+            environment=item.reference,
             defaults=EVALUATION_DEFAULTS,
-            over_file=(one.place, one.tree),
+            over_file=(item.place, item.tree),
             warn=warn,
         )
         env = spec.settings.env
         if spec.settings.sampling.temperature == 0 and "group_size" not in env.model_fields_set:
             env.group_size = 1
-        name = one.name or spec.environment_class.name
+        name = item.name or spec.environment_class.name
         seen[name] += 1
         if seen[name] > 1:
             name = f"{name}-{seen[name]}"
@@ -104,7 +104,7 @@ def _of_reference(reference: str) -> list[_Wanted]:
         return [_Wanted(reference)]
     if is_environment_folder(path) and defines_environment(path):
         return [_Wanted(reference)]
-    found = [one for path in sorted(path.iterdir()) for one in _of_path(path)]
+    found = [wanted for path in sorted(path.iterdir()) for wanted in _of_path(path)]
     if not found:
         raise ConfigError(
             f"There is no environment in {reference}.",
@@ -165,9 +165,10 @@ def show_report(console: Console, report: Report | Suite, folder: Path) -> None:
     if isinstance(report, Suite):
         tables = [summary_of(report)]
         for part in report.parts:
-            shown = [one for one in tables_of(part) if one.title in _SHOWN_OF_SEVERAL]
+            shown = [table for table in tables_of(part) if table.title in _SHOWN_OF_SEVERAL]
             tables += [
-                TextTable(f"{part.name}: {one.title}", one.header, one.rows) for one in shown
+                TextTable(f"{part.name}: {table.title}", table.header, table.rows)
+                for table in shown
             ]
         notes = warnings_of(report)
     else:

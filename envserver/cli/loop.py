@@ -218,7 +218,7 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
         processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *shown],
     )
     root = logging.getLogger()
-    for handler in [one for one in root.handlers if isinstance(one, _Lines)]:
+    for handler in [known for known in root.handlers if isinstance(known, _Lines)]:
         root.removeHandler(handler)
     lines = _Lines(stderr)
     lines.setFormatter(formatter)

@@ -47,9 +47,9 @@ def read_mix(command: CommandSpec[M], argv: Sequence[str]) -> list[Member[M]]:
 def entries_of(command: CommandSpec[M], argv: Sequence[str]) -> tuple[list[MixEntry] | None, str]:
     """Returns the entries of a mix (None: no mix) and their origin."""
     sources = command.sources(argv)
-    in_file = {one.path: one for one in sources.in_file(options_of(command.settings_class))}
+    in_file = {value.path: value for value in sources.in_file(options_of(command.settings_class))}
     named = [flag.value for flag in sources.flags if flag.path == "environment"]
-    listed = next((one for one in sources.flags if one.path == "environments"), None)
+    listed = next((flag for flag in sources.flags if flag.path == "environments"), None)
     listed = listed or in_file.get("environments")
     if listed is None:
         text = str(named[0]) if len(named) == 1 else ""

@@ -400,11 +400,13 @@ class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
 
 def differences(probed: Sequence[ProbedEngine]) -> list[str]:
     lines = []
-    facts = [_facts(one) for one in probed]
+    facts = [_facts(engine) for engine in probed]
     for name in facts[0] if facts else ():
         values = [_short(fact[name]) for fact in facts]
         if len(set(values)) > 1:
-            addresses = [f"{value} at {one.url}" for value, one in zip(values, probed, strict=True)]
+            addresses = [
+                f"{value} at {engine.url}" for value, engine in zip(values, probed, strict=True)
+            ]
             lines.append(f"{name}: {', '.join(addresses)}")
     return lines
 
@@ -428,14 +430,14 @@ def print_json(probed: Sequence[ProbedEngine], different: Sequence[str]) -> None
 
     engines = [
         {
-            "url": one.url,
-            **msgspec.to_builtins(one.probe_result),
-            "tokenizer": str(one.tokenizer) if one.tokenizer else None,
-            "template_kwargs": one.template_kwargs,
-            "stitching": one.not_stitched is None,
-            "not_stitched": one.not_stitched,
+            "url": engine.url,
+            **msgspec.to_builtins(engine.probe_result),
+            "tokenizer": str(engine.tokenizer) if engine.tokenizer else None,
+            "template_kwargs": engine.template_kwargs,
+            "stitching": engine.not_stitched is None,
+            "not_stitched": engine.not_stitched,
         }
-        for one in probed
+        for engine in probed
     ]
     show_json({"engines": engines, "differences": list(different)})
 
@@ -460,10 +462,10 @@ def print_table(probed: Sequence[ProbedEngine], different: Sequence[str]) -> Non
             grid.add_row(*row)
         console.print(grid)
 
-    for one in probed:
-        console.say(one.url, style="bold")
-        show_grid(((f"  {name}", value) for name, value in _rows(one)), gap=2, style="dim")
-        show_list("To improve this:", list(_better(one)))
+    for engine in probed:
+        console.say(engine.url, style="bold")
+        show_grid(((f"  {name}", value) for name, value in _rows(engine)), gap=2, style="dim")
+        show_list("To improve this:", list(_better(engine)))
         console.print()
     show_list("THESE REPLICAS DIFFER:", different, style="bold red")
 

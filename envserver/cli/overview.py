@@ -134,7 +134,9 @@ class Overview:
     def _agents(self) -> list[tuple[str, str]]:
         values = self._curves.values_of
         names = ("rollouts_running", "rollouts")
-        environments = {one for name in names for one in values(name, "environment")}
+        environments = {
+            environment for name in names for environment in values(name, "environment")
+        }
         return sorted(
             (environment, agent)
             for environment in environments
@@ -151,7 +153,7 @@ class Overview:
 
     def _values(self, name: str, label: str, **of: str) -> list[tuple[str, float]]:
         values = self._curves.values_of(name, label, **of)
-        return [(one, self._sum(name, **{label: one}, **of)) for one in values]
+        return [(value, self._sum(name, **{label: value}, **of)) for value in values]
 
     def _per_minute(self, name: str, **labels: str) -> float:
         grown = float(self._curves.growth(name, **labels)[-1])
@@ -159,7 +161,7 @@ class Overview:
 
 
 def _plain(text: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in text)
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _reward(mean: float | None) -> str:
@@ -230,7 +232,7 @@ def _alarms(http: httpx.Client) -> list[str]:
     with suppress(httpx.TransportError):
         answer = http.get("/v1/alarms")
         if answer.is_success:
-            return [one["text"] for one in answer.json()["alarms"]]
+            return [alarm["text"] for alarm in answer.json()["alarms"]]
     return []
 
 
@@ -250,9 +252,9 @@ def _rows(http: httpx.Client, url: str) -> list[Row]:
         )
     found = answer.json()
     rows: list[tuple[float, dict[Name, float]]] = [(at, {}) for at in found["times"]]
-    for one in found["series"]:
-        name = Name.of(one["name"], one["labels"])
-        for (_, numbers), value in zip(rows, one["values"], strict=True):
+    for curve in found["series"]:
+        name = Name.of(curve["name"], curve["labels"])
+        for (_, numbers), value in zip(rows, curve["values"], strict=True):
             if value is not None:
                 numbers[name] = value
     if not rows:

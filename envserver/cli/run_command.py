@@ -279,7 +279,7 @@ def _named_record(flags: Sequence[Given]) -> Record:
             "`envserver replay` needs a file of rollouts.",
             hint="envserver replay FILE --rollout ID",
         )
-    ids = [str(one.value) for one in flags if one.path == "rollout" and one.value]
+    ids = [str(flag.value) for flag in flags if flag.path == "rollout" and flag.value]
     return read_record(sources, ids[-1] if ids else "")
 
 

@@ -129,7 +129,7 @@ def chosen_values(
             continue
         is_joined = options[path].is_list and len(parsed) > 1
         values[path] = (
-            [one for part in parsed for one in as_list(part)] if is_joined else parsed[-1]
+            [item for part in parsed for item in as_list(part)] if is_joined else parsed[-1]
         )
     if problems:
         raise config_error(problems)
@@ -188,7 +188,7 @@ def engine_variables(
     engine (`model`) or engines register (`openai.base_url` none), and no key without an address
     unless `alone` (a key alone names OpenAI's address). `stronger`: what all other sources give.
     """
-    given = {EQUIVALENTS.get(one.path, one.path): one.value for one in stronger}
+    given = {EQUIVALENTS.get(flag.path, flag.path): flag.value for flag in stronger}
     if given.get("model") or given.get(_URL, OPENAI_URL) in ("", NO_ENGINE):
         return []
     texts = {**read_dotenv_values(folder / ".env", OPENAI_PATHS), **environ}
@@ -204,8 +204,8 @@ def engine_variables(
             del found[_KEY]
     if not found:
         return []
-    used = [*dict.fromkeys(one.origin for one in found.values())]
-    known = {path: one.value for path, one in found.items()} | given
+    used = [*dict.fromkeys(value.origin for value in found.values())]
+    known = {path: value.value for path, value in found.items()} | given
     url = known.get(_URL)
     if isinstance(url, str) and urlsplit(url).hostname == urlsplit(OPENAI_URL).hostname:
         for path, value in (("openai.server_type", "openai"), (_MODEL, OPENAI_MODEL)):

@@ -192,14 +192,18 @@ def compare(
     parts = []
     for name in common:
         mine, other = _counting(a[name], rules), _counting(b[name], rules)
-        changed = [one for one in mine if one in other and _changed(mine[one], other[one])]
+        changed = [
+            task_id
+            for task_id in mine
+            if task_id in other and _changed(mine[task_id], other[task_id])
+        ]
         parts.append(
             _part(
                 name,
                 [pair for pair in pairs if pair.part == name],
                 rules,
-                only_a=[one for one in mine if one not in other],
-                only_b=[one for one in other if one not in mine],
+                only_a=[task_id for task_id in mine if task_id not in other],
+                only_b=[task_id for task_id in other if task_id not in mine],
                 other_tasks=changed,
             )
         )
@@ -222,9 +226,9 @@ def task_pairs(a: Mapping[str, Report], b: Mapping[str, Report], rules: Rules) -
     found = []
     for part in a:
         other = _counting(b[part], rules) if part in b else {}
-        for task_id, one in _counting(a[part], rules).items():
-            if task_id in other and not _changed(one, other[task_id]):
-                rows = (one, other[task_id])
+        for task_id, ours in _counting(a[part], rules).items():
+            if task_id in other and not _changed(ours, other[task_id]):
+                rows = (ours, other[task_id])
                 means = (mean(counted_rewards(row, rules)) for row in rows)
                 found.append(TaskPair(part, *rows, *means))
     return found
@@ -247,7 +251,7 @@ def _part(
     return PartComparison(
         name=name,
         reward=_paired([(pair.a_mean, pair.b_mean) for pair in pairs], rules),
-        passed=_paired([(mean(one), mean(two)) for one, two in passed], rules),
+        passed=_paired([(mean(ours), mean(two)) for ours, two in passed], rules),
         fourfold=_fourfold(passed),
         only_a=list(only_a),
         only_b=list(only_b),
@@ -264,7 +268,7 @@ def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None
         return None
     differences = [b - a for a, b in means]
     better = sum(difference > _EQUAL for difference in differences)
-    worse = sum(one < -_EQUAL for one in differences)
+    worse = sum(difference < -_EQUAL for difference in differences)
     return Paired(
         tasks=len(means),
         a=mean([a for a, _ in means]),
@@ -278,9 +282,9 @@ def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None
 
 
 def _fourfold(passed: Sequence[tuple[list[float], list[float]]]) -> Fourfold | None:
-    if not passed or any(len(one) != 1 or len(two) != 1 for one, two in passed):
+    if not passed or any(len(ours) != 1 or len(two) != 1 for ours, two in passed):
         return None
-    found = [(bool(one[0]), bool(two[0])) for one, two in passed]
+    found = [(bool(ours[0]), bool(two[0])) for ours, two in passed]
     return Fourfold(
         both=found.count((True, True)),
         only_a=found.count((True, False)),
@@ -289,8 +293,8 @@ def _fourfold(passed: Sequence[tuple[list[float], list[float]]]) -> Fourfold | N
     )
 
 
-def _changed(one: TaskRow, other: TaskRow) -> bool:
-    return bool(one.digest and other.digest and one.digest != other.digest)
+def _changed(row: TaskRow, other: TaskRow) -> bool:
+    return bool(row.digest and other.digest and row.digest != other.digest)
 
 
 def _models(reports: Iterable[Report]) -> str:
@@ -302,10 +306,10 @@ def _settings(
 ) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     for name in common:
-        one, two = _flat(a[name].settings), _flat(b[name].settings)
-        for key in one:
-            if key in two and one[key] != two[key]:
-                found[key if len(common) == 1 else f"{name}: {key}"] = (one[key], two[key])
+        ours, two = _flat(a[name].settings), _flat(b[name].settings)
+        for key in ours:
+            if key in two and ours[key] != two[key]:
+                found[key if len(common) == 1 else f"{name}: {key}"] = (ours[key], two[key])
     return found
 
 

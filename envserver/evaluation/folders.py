@@ -150,7 +150,7 @@ def _is_mean(value: float, measure: str, lines: Sequence[Json]) -> bool:
     found = [_value(line, measure) for line in lines]
     if not found or not all(found):
         return False
-    return math.isclose(value, sum(one[0] for one in found) / len(found), abs_tol=1e-6)
+    return math.isclose(value, sum(pair[0] for pair in found) / len(found), abs_tol=1e-6)
 
 
 def _value(line: Json, measure: str) -> list[float]:
@@ -235,7 +235,9 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     def over(self, before: Counted, model: str) -> Counted:
         rules = {"pass_at": self.pass_at, "failures": self.failures, "truncated": self.truncated}
         prices = self.pricing(model) if self.pricing else None
-        given = {name: one for name, one in {**rules, "prices": prices}.items() if one is not None}
+        given = {
+            name: rule for name, rule in {**rules, "prices": prices}.items() if rule is not None
+        }
         return msgspec.structs.replace(before, **given)
 
 
@@ -340,7 +342,7 @@ def _report(folder: Path, noted: RunFile, run: Evaluated, view: View) -> Report:
         for name, others in baselines.items()
         if (found := difference(results, others, rules)) is not None
     }
-    best = shortest(stepped_of(one, rules) for one in (results, *baselines.values()))
+    best = shortest(stepped_of(results_of, rules) for results_of in (results, *baselines.values()))
     return Report(
         env=run.environment,
         name=noted.name or run.environment,
@@ -420,17 +422,17 @@ def _report_of_groups(path: Path, env: str, groups: list[GroupFacts], view: View
 
 def read_run(path: Path, view: View) -> dict[str, Report]:
     if path.is_dir() and (read_run_file(path) is not None or not any(path.rglob("*.jsonl*"))):
-        return {one.name or one.env: one for one in read_folder(path, view)}
+        return {report.name or report.env: report for report in read_folder(path, view)}
     if not path.exists():
         raise InputError(f"There is no {path}.", place=str(path))
-    return {one.env: one for one in report_of_files(path, view)}
+    return {report.env: report for report in report_of_files(path, view)}
 
 
 def called_alike(a: Mapping[str, Report], b: Mapping[str, Report]) -> dict[str, Report]:
     """Returns the reports of `b`; a single one gets the name of the single one of `a`."""
     if len(a) == len(b) == 1:  # one environment each: whatever they are called
-        (name, one), (_, other) = *a.items(), *b.items()
-        b = {name: other} if one.env == other.env else b
+        (name, report), (_, other) = *a.items(), *b.items()
+        b = {name: other} if report.env == other.env else b
     if not set(a) & set(b):
         raise UsageError(
             f"One run has {', '.join(a)}, the other has {', '.join(b)}: they have no environment "

@@ -91,7 +91,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
     paraphrases: Mapping[str, str] = {}
 
     def asked(self, task: Task) -> Task | None:
-        name = next((one for one in QUESTIONS if task.public.get(one)), None)
+        name = next((field for field in QUESTIONS if task.public.get(field)), None)
         question = task.public.get(name) if name else None
         if name is None or not isinstance(question, str):
             raise ConfigError(

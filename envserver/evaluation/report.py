@@ -50,19 +50,20 @@ def robustness(
         return None
     return Robustness(
         variants=list(variants),
-        consistency=estimate([_agreement(one, others) for one, others in pairs], seed=seed),
+        consistency=estimate([_agreement(first, others) for first, others in pairs], seed=seed),
         worst_reward=estimate(
-            [min(way.reward for way in (one, *others)) for one, others in pairs], seed=seed
+            [min(way.reward for way in (first, *others)) for first, others in pairs], seed=seed
         ),
         worst_pass=estimate(
-            [min(way.passed for way in (one, *others)) for one, others in pairs], seed=seed
+            [min(way.passed for way in (first, *others)) for first, others in pairs], seed=seed
         ),
     )
 
 
-def _agreement(one: Asked, others: Sequence[Asked]) -> float:
+def _agreement(attempt: Asked, others: Sequence[Asked]) -> float:
     chances = [
-        one.passed * other.passed + (1 - one.passed) * (1 - other.passed) for other in others
+        attempt.passed * other.passed + (1 - attempt.passed) * (1 - other.passed)
+        for other in others
     ]
     return mean(chances)
 
@@ -357,7 +358,7 @@ def difference(
 def _by_kind(results: Sequence[TaskResult], rules: Rules) -> dict[str, dict[str, Measures]]:
     kinds = {name: dict(_of_label(results, name, rules)) for name in _telling_labels(results)}
     agents = dict.fromkeys(
-        name for result in results for one in result.attempts for name in one.rewards
+        name for result in results for attempt in result.attempts for name in attempt.rewards
     )
     metrics = {
         name for result in results for attempt in result.attempts for name in attempt.metrics
@@ -398,7 +399,9 @@ def _of_named(
     counted = []
     for result in results:
         having = [attempt for attempt in result.attempts if name in getattr(attempt, values)]
-        found = [_counted(getattr(one, values)[name], one.truncated, rules) for one in having]
+        found = [
+            _counted(getattr(attempt, values)[name], attempt.truncated, rules) for attempt in having
+        ]
         if having:
             counted.append([value for value in found if value is not None] + _zeros(result, rules))
     return measured(counted, rules)
@@ -430,7 +433,7 @@ def _costs(attempts: Sequence[AttemptResult], rules: Rules, prices: Prices | Non
     counted = (_counted(attempt.reward, attempt.truncated, rules) for attempt in attempts)
     passed = sum(value is not None and passes(value, rules) for value in counted)
     paid = [attempt.usage.cost_at(prices) for attempt in attempts]
-    known = [one for one in paid if one is not None]
+    known = [price for price in paid if price is not None]
     total = sum(known) if known and len(known) == count else None
     judges = [attempt.usage.judge for attempt in attempts if attempt.usage.judge is not None]
     sandboxes = [
@@ -553,10 +556,10 @@ def summary_scalars(report: Report | Suite) -> dict[str, float]:
         of = f"evaluate/{part.name or part.env}"
         estimates = {
             "mean_reward": measured.mean_reward,
-            **{f"pass_at_{k}": one for k, one in measured.pass_at.items()},
-            **{f"pass_hat_{k}": one for k, one in measured.pass_hat.items()},
+            **{f"pass_at_{k}": share for k, share in measured.pass_at.items()},
+            **{f"pass_hat_{k}": share for k, share in measured.pass_hat.items()},
         }
-        for name, one in estimates.items():
-            ends = {"": one.value, "_low": one.low, "_high": one.high}
+        for name, measure in estimates.items():
+            ends = {"": measure.value, "_low": measure.low, "_high": measure.high}
             found |= {f"{of}/{name}{end}": at for end, at in ends.items() if at is not None}
     return found

@@ -89,9 +89,9 @@ def step_measures(
             "steps": [attempt.steps.steps for attempt in attempts],
             "steps of a success": passed,
             "steps beyond the shortest success": [n - best.get(task_id, n) for n in passed],
-            "share with an error": [one.errors / one.steps for one in tried],
-            "share repeated": [one.repeated / one.steps for one in tried],
-            "share useless": [one.useless / one.steps for one in tried],
+            "share with an error": [attempt.errors / attempt.steps for attempt in tried],
+            "share repeated": [attempt.repeated / attempt.steps for attempt in tried],
+            "share useless": [attempt.useless / attempt.steps for attempt in tried],
         }
         for name, numbers in found.items():
             if numbers:

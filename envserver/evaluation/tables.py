@@ -206,7 +206,9 @@ def _results(report: Report) -> TextTable:
                 [f"above {name}", str(found.tasks), "", estimate_text(found, "+"), "", "", ""]
             )
     for label, values in report.run.by.items():
-        rows += [[f"{label} {value}", *_measures(one, size)] for value, one in values.items()]
+        rows += [
+            [f"{label} {value}", *_measures(measured, size)] for value, measured in values.items()
+        ]
     if size == 1:  # the last two equal pass@1
         header, rows = header[:-2], [row[:-2] for row in rows]
     return TextTable("Results", header, rows)
@@ -353,8 +355,8 @@ _LEVEL = 0.05
 
 
 def comparison_tables(found: Comparison) -> list[TextTable]:
-    rewards = [(one.name, one.reward) for one in _all(found)]
-    passed = [(one.name, one.passed) for one in _all(found)]
+    rewards = [(measure.name, measure.reward) for measure in _all(found)]
+    passed = [(measure.name, measure.passed) for measure in _all(found)]
     tables = [
         _paired_table("Mean reward", found, rewards),
         _paired_table(
@@ -367,7 +369,7 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
         TextTable(
             "Settings that differ",
             ["", found.a, found.b],
-            [[name, _said(one), _said(two)] for name, (one, two) in found.settings.items()],
+            [[name, _said(ours), _said(two)] for name, (ours, two) in found.settings.items()],
         ),
     ]
     return [table for table in tables if table.rows]
@@ -480,12 +482,12 @@ def _changes(found: Comparison) -> TextTable:
     title = "Tasks that differ most" + (f" ({left_out} more differ)" if left_out else "")
     rows = [
         [
-            one.task_id if len(found.parts) == 1 else f"{one.part}: {one.task_id}",
-            f"{one.a:.3f}",
-            f"{one.b:.3f}",
-            f"{one.b - one.a:+.3f}",
+            change.task_id if len(found.parts) == 1 else f"{change.part}: {change.task_id}",
+            f"{change.a:.3f}",
+            f"{change.b:.3f}",
+            f"{change.b - change.a:+.3f}",
         ]
-        for one in [*losses, *gains]
+        for change in [*losses, *gains]
     ]
     return TextTable(title, ["", found.a, found.b, "difference"], rows)
 

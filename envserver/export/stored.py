@@ -292,7 +292,7 @@ def _group(line: Json, columns: _Line, facts: _Facts, place: str) -> StoredGroup
 def _check_columns(columns: _Line, facts: _Facts) -> None:
     number = len(columns.tokens)
     lists = (columns.masks, columns.scores, columns.inference_logprobs, columns.messages)
-    if any(one is not None and len(one) != number for one in lists):
+    if any(values is not None and len(values) != number for values in lists):
         raise ValueError("its lists differ in their rows")
     owned = [row for rollout in facts.rollouts for row in rollout.rows]
     if sorted(owned) != list(range(number)):

@@ -60,11 +60,11 @@ def files_of(source: str) -> list[Path]:
     if path.is_file() or path.is_fifo():
         return [path]
     if path.is_dir():
-        found = [one for one in sorted(path.rglob("*")) if one.name.endswith(ENDINGS)]
-        found = [one for one in found if not one.name.startswith(".") and not _about_tasks(one)]
+        found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS)]
+        found = [file for file in found if not file.name.startswith(".") and not _about_tasks(file)]
     else:
-        found = [Path(one) for one in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207
-    files = [one for one in found if one.is_file() and ".failures.jsonl" not in one.name]
+        found = [Path(place) for place in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207
+    files = [path for path in found if path.is_file() and ".failures.jsonl" not in path.name]
     if not files:
         what = "no .jsonl file in it" if path.is_dir() else "no such file, folder or store"
         raise NotFoundError(f"{source}: there is {what}.")
@@ -181,9 +181,9 @@ def size_of(sources: Sequence[str]) -> int | None:
     """Returns the bytes of all `sources` on disk; None where one has no size."""
     if any(source == "-" or source.startswith((*SERVERS, *DATABASES)) for source in sources):
         return None
-    if any(is_sqlite(Path(one)) for one in sources):
+    if any(is_sqlite(Path(source)) for source in sources):
         return None
-    return sum(path.stat().st_size for one in sources for path in files_of(one))
+    return sum(path.stat().st_size for source in sources for path in files_of(source))
 
 
 def is_sqlite(path: Path) -> bool:

@@ -82,7 +82,7 @@ def expert_rows(group: Group) -> list[str | None] | None:
     found = [sequence.experts for _, sequence in _rows_of(group)]
     if not any(found):
         return None
-    return [None if one is None else table_to_text(one.table) for one in found]
+    return [None if experts is None else table_to_text(experts.table) for experts in found]
 
 
 def _generation_params(group: Group, rows: list[Sequence]) -> dict[str, Any] | None:
@@ -124,12 +124,14 @@ def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) 
 def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[list[float]] | None:
     if not any(trajectory.score.turns for trajectory, _ in rows):
         return None
-    trajectories = [one for one in group.trajectories if one.score.reward is not None]
+    trajectories = [
+        trajectory for trajectory in group.trajectories if trajectory.score.reward is not None
+    ]
     found: dict[tuple[str, str | None], dict[int, float]] = {}
     for agent in dict.fromkeys(sequence.agent for _, sequence in rows):
-        earned = [_earned(one, agent) for one in trajectories]
-        for one, by_call in zip(trajectories, turn_advantages(earned), strict=True):
-            found[one.rollout_id, agent] = by_call
+        earned = [_earned(trajectory, agent) for trajectory in trajectories]
+        for rollout, by_call in zip(trajectories, turn_advantages(earned), strict=True):
+            found[rollout.rollout_id, agent] = by_call
     return [
         token_advantages(sequence.calls, found[trajectory.rollout_id, sequence.agent], 0.0).tolist()
         for trajectory, sequence in rows

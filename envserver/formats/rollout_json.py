@@ -57,14 +57,14 @@ def shown_rollout(rollout: Trajectory, link: str) -> dict[str, Any]:
     plain = msgspec.structs.replace(rollout, sequences=[], calls=[], timings=[], printed=[])
     shown: dict[str, Any] = msgspec.to_builtins(plain, enc_hook=str)
     del shown["calls"], shown["printed"]
-    shown["messages"] = [_with_links(one, links) for one in shown["messages"]]
+    shown["messages"] = [_with_links(message, links) for message in shown["messages"]]
     for other in shown["others"]:
-        other["messages"] = [_with_links(one, links) for one in other["messages"]]
+        other["messages"] = [_with_links(message, links) for message in other["messages"]]
     shown["sequences"] = [_row(sequence) for sequence in rollout.sequences]
     shown["timings"] = [timing_as_json(timing) for timing in rollout.timings]
     shown["attempts"] = [_failed(attempt) for attempt in rollout.attempts]
     shown["logs"] = [
-        {"time": one.time, "stream": one.stream, "text": one.text} for one in rollout.printed
+        {"time": line.time, "stream": line.stream, "text": line.text} for line in rollout.printed
     ]
     shown["use"] = _use(rollout.usage)
     return shown

@@ -17,7 +17,7 @@ from .programs import (
 )
 
 HARNESSES: Final[dict[str, Harness]] = {
-    one.name: one for one in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT, SMOLAGENTS)
+    harness.name: harness for harness in (CLAUDE_CODE, CODEX, OPENCODE, MINI_SWE_AGENT, SMOLAGENTS)
 }
 """The programs that `envserver agents install` knows, by name."""
 

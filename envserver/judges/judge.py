@@ -177,19 +177,19 @@ async def pairwise_ranking(
             judge, question, first, second, criterion=criterion, reference=reference, **sampling
         )
 
-    async def both(one: str, other: str) -> tuple[float, bool]:
-        if one == other:
+    async def both(first: str, other: str) -> tuple[float, bool]:
+        if first == other:
             return 0.5, True
-        forward, backward = await asyncio.gather(compared(one, other), compared(other, one))
+        forward, backward = await asyncio.gather(compared(first, other), compared(other, first))
         return (forward, True) if forward == 1.0 - backward else (0.5, False)
 
     verdicts = await asyncio.gather(*(both(answers[i], answers[j]) for i, j in pairs))
     won = [0.0] * len(answers)
     played = [0] * len(answers)
-    for (one, other), (verdict, _) in zip(pairs, verdicts, strict=True):
-        won[one] += verdict
+    for (first, other), (verdict, _) in zip(pairs, verdicts, strict=True):
+        won[first] += verdict
         won[other] += 1.0 - verdict
-        played[one] += 1
+        played[first] += 1
         played[other] += 1
     return Ranking(
         shares=[w / n if n else 0.5 for w, n in zip(won, played, strict=True)],
@@ -209,10 +209,10 @@ async def pairwise_comparison(
 ) -> float:
     """Returns 1 if `first` is better, 0 if `second` is, 0.5 for a tie; asked in this order only.
     Raises JudgeError."""
-    asked = {"question": question, "A": first, "B": second, "criterion": criterion}
+    question_and_answers = {"question": question, "A": first, "B": second, "criterion": criterion}
     if reference is not None:
-        asked["reference"] = reference
-    return await judge.ask(as_messages(_COMPARE, asked), read_verdict, **sampling)
+        question_and_answers["reference"] = reference
+    return await judge.ask(as_messages(_COMPARE, question_and_answers), read_verdict, **sampling)
 
 
 def read_verdict(text: str) -> float:
@@ -274,7 +274,7 @@ async def judge_bias(judge: Judge, cases: Sequence[JudgeCase], **sampling: Any) 
         )
 
     said = await asyncio.gather(*map(both, cases))
-    decided = [one for pair in said for one in pair if one != 0.5]
+    decided = [share for pair in said for share in pair if share != 0.5]
     return _bias(
         cases,
         [forward == 1.0 and backward == 0.0 for forward, backward in said],

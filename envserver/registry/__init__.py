@@ -91,17 +91,17 @@ def _found(reference: str, current: Path | None) -> type[Environment]:
     point = point or points.get(_AS_ELSEWHERE.get(reference, ""))
     if point is not None:
         return _load_entry_point(point)
-    if (one := with_own_interpreter().get(reference)) is not None:
+    if (package := with_own_interpreter().get(reference)) is not None:
         from .hosted import hosted_class
 
-        return hosted_class(*one, make_environment)
+        return hosted_class(*package, make_environment)
     raise _not_found(reference)
 
 
 def _integrated_class(scheme: str, rest: str) -> type[Environment]:
     if not rest:
         raise NotFoundError(f"--env {scheme}: needs a name: {scheme}:NAME.")
-    one = installed.integration(scheme)
+    found = installed.integration(scheme)
     reference = installed.absolute(scheme, rest)
     own = with_own_interpreter().get(reference)
     python = own[0].interpreter if own is not None else None
@@ -109,20 +109,21 @@ def _integrated_class(scheme: str, rest: str) -> type[Environment]:
         from .hosted import hosted_class
 
         return hosted_class(*own, make_environment)
-    if one.module and importlib.util.find_spec(one.module) is None:
-        raise _not_installed(scheme, rest, one)
-    return one.environment(reference.partition(":")[2])
+    if found.module and importlib.util.find_spec(found.module) is None:
+        raise _not_installed(scheme, rest, found)
+    return found.environment(reference.partition(":")[2])
 
 
-def _not_installed(scheme: str, rest: str, one: Integration) -> NotFoundError:
-    if one.backend is None:
-        text = f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
-        return NotFoundError(text, hint=f"pip install {one.module}")
+def _not_installed(scheme: str, rest: str, integration: Integration) -> NotFoundError:
+    module = integration.module
+    needs = f"{scheme}:{rest} needs the package {module!r}, which is not installed here."
+    if integration.backend is None:
+        return NotFoundError(needs, hint=f"pip install {module}")
     beside = [name for name in with_own_interpreter() if name.startswith(f"{scheme}:")]
     text = (
         f"{scheme}:{rest} is not installed; others of {scheme} are, so it takes seconds."
         if beside
-        else f"{scheme}:{rest} needs the package {one.module!r}, which is not installed here."
+        else needs
     )
     hint = f"envserver env install {scheme}:{rest} (--with PACKAGE, if it is in one of its own)"
     return NotFoundError(text, hint=hint)
@@ -179,8 +180,8 @@ def interpreter_of(reference: str) -> Interpreter | None:
     """Returns the interpreter that an environment needs; None: the one of this process."""
     if reference in entry_point_names():
         return None
-    one = with_own_interpreter().get(absolute(reference))
-    return usable_interpreter(one[0]) if one is not None else None
+    package = with_own_interpreter().get(absolute(reference))
+    return usable_interpreter(package[0]) if package is not None else None
 
 
 def defines_environment(path: Path) -> bool:

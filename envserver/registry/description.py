@@ -95,9 +95,9 @@ def _has_services(kind: type[Environment]) -> bool:
     held = [value for base in kind.__mro__ for value in vars(base).values()]
     listed = kind.tools if isinstance(kind.tools, list | tuple) else ()
     return _overrides(kind, "services") or any(
-        (isinstance(one, TypedTool) and one.on_server)
-        or (isinstance(one, McpServer) and one.shared)
-        for one in (*held, *listed)
+        (isinstance(name, TypedTool) and name.on_server)
+        or (isinstance(name, McpServer) and name.shared)
+        for name in (*held, *listed)
     )
 
 
@@ -157,7 +157,7 @@ def _annotation(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> An
     if "const" in schema:
         return Literal[schema["const"]]
     if "anyOf" in schema:
-        return Union[tuple(_annotation(one, definitions) for one in schema["anyOf"])]  # noqa: UP007
+        return Union[tuple(_annotation(part, definitions) for part in schema["anyOf"])]  # noqa: UP007
     kind = schema.get("type")
     if kind == "array":
         return list[_annotation(schema.get("items") or {}, definitions)]  # type: ignore[misc]

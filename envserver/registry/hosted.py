@@ -278,11 +278,11 @@ _ATTEMPTS = 2
 
 
 def hosted_class(
-    one: Installed, described: Description, make: Callable[[str, dict[str, Any]], Environment]
+    package: Installed, described: Description, make: Callable[[str, dict[str, Any]], Environment]
 ) -> type[Environment]:
     """Returns the class that stands for an environment in the server. `make`: called with its name
     and settings in its own interpreter."""
-    interpreter = usable_interpreter(one)
+    interpreter = usable_interpreter(package)
     low, high = described.declared["reward_range"]
     members: dict[str, Any] = {
         **described.declared,
@@ -293,7 +293,7 @@ def hosted_class(
         "sandbox": described.sandbox,
         "Config": config_class(described),
         "reference": described.name,
-        "installed": one,
+        "installed": package,
         "file": described.file,
         "interpreter": interpreter,
         "has_services": bool(described.needs_server),

@@ -76,25 +76,26 @@ def this_version() -> str:
     return f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def usable_interpreter(one: Installed) -> Interpreter:
-    python = one.interpreter
+def usable_interpreter(package: Installed) -> Interpreter:
+    python = package.interpreter
     assert python is not None
     if python.version != this_version() or not Path(python.executable).exists():
         raise ConfigError(
-            f"{one.package} was installed for Python {python.version} in {python.executable}, "
+            f"{package.package} was installed for Python {python.version} in {python.executable}, "
             f"which is gone or cannot run with this Python {this_version()}.",
-            hint=_again(one),
+            hint=_again(package),
         )
-    if one.envserver != __version__:
+    if package.envserver != __version__:
         _warn(
-            f"{one.package} was installed by envserver {one.envserver or 'of an older version'}; "
-            f"settings that changed since are not known. {_again(one)}"
+            f"{package.package} was installed by envserver "
+            f"{package.envserver or 'of an older version'}; settings that changed since are "
+            f"not known. {_again(package)}"
         )
     return python
 
 
-def _again(one: Installed) -> str:
-    return f"envserver env install {one.source} --replace true"
+def _again(package: Installed) -> str:
+    return f"envserver env install {package.source} --replace true"
 
 
 def home() -> Path:
@@ -103,28 +104,28 @@ def home() -> Path:
 
 def installed() -> list[Installed]:
     """Returns all installed packages, by name; makes those importable that run in this Python."""
-    found = sorted(_installed(), key=lambda one: one.package)
-    for one in found:
-        packages = str(one.folder / PACKAGES)
-        if one.interpreter is None and packages not in sys.path:
+    found = sorted(_installed(), key=lambda package: package.package)
+    for package in found:
+        packages = str(package.folder / PACKAGES)
+        if package.interpreter is None and packages not in sys.path:
             sys.path.append(packages)
     return found
 
 
 def with_own_interpreter() -> dict[str, tuple[Installed, Description]]:
     return {
-        described.name: (one, described)
-        for one in installed()
-        if one.interpreter is not None
-        for described in one.environments
+        described.name: (package, described)
+        for package in installed()
+        if package.interpreter is not None
+        for described in package.environments
     }
 
 
-def write_record(one: Installed) -> None:
-    partial = one.folder / f"{RECORD}.partial"
+def write_record(package: Installed) -> None:
+    partial = package.folder / f"{RECORD}.partial"
     # Not msgspec's JSON: an end of a reward range may be infinite.
-    partial.write_text(json.dumps(msgspec.to_builtins(one), indent=2) + "\n")
-    partial.replace(one.folder / RECORD)
+    partial.write_text(json.dumps(msgspec.to_builtins(package), indent=2) + "\n")
+    partial.replace(package.folder / RECORD)
 
 
 def _installed() -> Iterator[Installed]:

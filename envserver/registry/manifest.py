@@ -52,7 +52,7 @@ def read_manifests(text: str, place: str) -> dict[str, Manifest]:
         made = [msgspec.convert(each, Manifest, strict=False) for each in documents]
     except (yaml.YAMLError, msgspec.ValidationError) as error:
         raise ConfigError(f"{place}: {' '.join(str(error).split())}") from error
-    return {one.name: one for one in made}
+    return {manifest.name: manifest for manifest in made}
 
 
 def completed(
@@ -81,6 +81,6 @@ def _shown(value: Any) -> str:
 
 def as_yaml(manifests: list[Manifest]) -> str:
     data = [msgspec.to_builtins(manifest) for manifest in manifests]
-    for one in data:
-        one["reward_range"] = list(one["reward_range"] or ()) or None
+    for entry in data:
+        entry["reward_range"] = list(entry["reward_range"] or ()) or None
     return yaml.safe_dump_all(data, sort_keys=False, allow_unicode=True)

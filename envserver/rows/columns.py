@@ -120,11 +120,11 @@ class RowCounts:
         made = False
         while True:
             _row.set(notes := _Notes())
-            one = next(rows, None)
+            first = next(rows, None)
             _row.set(None)
-            if one is None:
+            if first is None:
                 return
-            place, task = one
+            place, task = first
             counts.read += 1
             if self.origins is not None:
                 _note(counts, notes, place)
@@ -222,10 +222,12 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, task_id: str, row: Row) -> Task:
-        asked = columns_in(self.prompt)
+        messages = columns_in(self.prompt)
         answer = self.answer or (ANSWER if ANSWER in row else "")
-        took([*(f"prompt: {name}" for name in asked), *([f"answer: {answer}"] if answer else [])])
-        shown = {name: _plain(_value(row, name)) for name in asked}
+        took(
+            [*(f"prompt: {name}" for name in messages), *([f"answer: {answer}"] if answer else [])]
+        )
+        shown = {name: _plain(_value(row, name)) for name in messages}
         shown = {name: value for name, value in shown.items() if not isinstance(value, list)}
         hidden: dict[str, Any] = {"columns": {}}
         if answer:
@@ -233,7 +235,7 @@ class Columns:
         wanted = self.names or {name: name for name in row}
         for name, column in wanted.items():
             value = _plain(_value(row, column))
-            if column not in asked:
+            if column not in messages:
                 hidden["columns"][name] = value
             elif name != column:
                 shown[name] = value

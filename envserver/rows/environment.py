@@ -77,7 +77,7 @@ class RowsEnvironment(Environment):
         @classmethod
         def _functions(cls, value: list[str]) -> list[str]:
             try:
-                return ["=".join(map(str, parsed(one))) for one in value]
+                return ["=".join(map(str, parsed(entry))) for entry in value]
             except InputError as error:
                 raise ValueError(error.message) from None
 
@@ -88,7 +88,7 @@ class RowsEnvironment(Environment):
         super().__init__(config)
         own = self.config
         self.rows = RowCounts()
-        self._weighted = [parsed(one) for one in own.reward] or list(self.functions)
+        self._weighted = [parsed(entry) for entry in own.reward] or list(self.functions)
         if not self._weighted and type(self).score is RowsEnvironment.score:
             raise ConfigError(
                 f"{self.name}: no reward function is given.",
@@ -101,7 +101,7 @@ class RowsEnvironment(Environment):
         if own.reward_range is not None:
             self.reward_range = (own.reward_range[0], own.reward_range[1])  # type: ignore[misc]
         elif weights:
-            low, high = (sum(pick(0.0, one) for one in weights) for pick in (min, max))
+            low, high = (sum(pick(0.0, weight) for weight in weights) for pick in (min, max))
             self.reward_range = (low, high)  # type: ignore[misc]
         if own.solved_at is not None:
             self.solved_at = own.solved_at  # type: ignore[misc]
@@ -169,7 +169,7 @@ class RowsEnvironment(Environment):
             if names[reward.name] > 1:
                 reward.name += f"_{names[reward.name]}"
             self._rewards.append(reward)
-        self.scores_token_ids = any(one.needs_token_ids for one in self._rewards)
+        self.scores_token_ids = any(reward.needs_token_ids for reward in self._rewards)
 
     def score(self, task: Task, result: Result) -> Score | Awaitable[Score]:
         """Adds up the functions' rewards by their weights. If all are None, the row is not
@@ -186,9 +186,9 @@ class RowsEnvironment(Environment):
 
     def _scored(self, task: Task, result: Result) -> Scored:
         text = answer_text(result)
-        asked = task.public["messages"]
+        messages = task.public["messages"]
         return Scored(
-            prompt=asked,
+            prompt=messages,
             prompt_is_text=bool(task.public["columns"]),
             completion=[{"role": "assistant", "content": text}],
             output=text,
@@ -289,11 +289,11 @@ def weighted(reward: Any) -> list[Weighted]:
         listed = list(reward)
     else:
         listed = [reward]
-    return [_weighted(one) for one in listed]
+    return [_weighted(entry) for entry in listed]
 
 
-def _weighted(one: Any) -> Weighted:
-    function, weight = one if _is_pair(one) else (one, 1.0)
+def _weighted(given: Any) -> Weighted:
+    function, weight = given if _is_pair(given) else (given, 1.0)
     if isinstance(function, str):
         name, own = parsed(function)
         return name, own * float(weight)
@@ -371,16 +371,16 @@ def _id(number: int) -> str:
 
 
 async def _awaited(rewards: list[Reward], returned: list[Any], metrics: dict[str, float]) -> Score:
-    values = [await one if inspect.isawaitable(one) else one for one in returned]
+    values = [await value if inspect.isawaitable(value) else value for value in returned]
     return _sum(rewards, values, metrics)
 
 
 def _sum(rewards: list[Reward], returned: list[Any], metrics: dict[str, float]) -> Score:
     numbers = [reward.number(value) for reward, value in zip(rewards, returned, strict=True)]
     pairs = zip(rewards, numbers, strict=True)
-    given = [(one, number) for one, number in pairs if number is not None]
+    given = [(reward, number) for reward, number in pairs if number is not None]
     return Score(
-        reward=sum(one.weight * number for one, number in given) if given else None,
-        components={one.name: number for one, number in given},
+        reward=sum(reward.weight * number for reward, number in given) if given else None,
+        components={reward.name: number for reward, number in given},
         metrics=metrics,
     )

@@ -64,12 +64,18 @@ class Reward:
             parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError) as error:
             raise ConfigError(f"The reward function {self.name!r} has no signature.") from error
-        self._annotations = {name: str(one.annotation) for name, one in parameters.items()}
+        self._annotations = {
+            name: str(parameter.annotation) for name, parameter in parameters.items()
+        }
         kinds = [parameter.kind for parameter in parameters.values()]
         self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        named = {name: one for name, one in parameters.items() if one.kind not in _OPEN}
+        named = {
+            name: parameter for name, parameter in parameters.items() if parameter.kind not in _OPEN
+        }
         self._names = set(named)
-        self._needed = {name for name, one in named.items() if one.default is one.empty}
+        self._needed = {
+            name for name, parameter in named.items() if parameter.default is parameter.empty
+        }
         self._is_trl = bool(self._names & _TRL)
         # A method of a verifiers rubric is called with the parser of its rubric.
         self._parser = getattr(getattr(self.function, "__self__", None), "parser", None) or _PARSER

@@ -149,7 +149,7 @@ def layout_of(folder: Path) -> Layout:
     if saved := _saved(folder):
         return Layout(folder, {"": {"": saved}})
     if (folder / "dataset_dict.json").is_file():
-        parts = {one.parent.name: _saved(one.parent) for one in folder.glob("*/state.json")}
+        parts = {state.parent.name: _saved(state.parent) for state in folder.glob("*/state.json")}
         return Layout(folder, {"": parts})
     found: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in _files_below(folder, _DEEPEST):
@@ -165,7 +165,7 @@ def _saved(folder: Path) -> list[Path]:
     """The shards of a data set that `save_to_disk` wrote; none where something else is."""
     try:
         state = json.loads((folder / "state.json").read_bytes())
-        return [folder / one["filename"] for one in state["_data_files"]]
+        return [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -257,7 +257,7 @@ class Source:
         found = natural(map(Path, glob.glob(self.data, recursive=True)))  # noqa: PTH207 - Path takes no absolute one
         if not found:
             raise NotFoundError(f"No file matches {self.data!r}.")
-        return _joined([_file(one, name) for one in found])
+        return _joined([_file(path, name) for path in found])
 
 
 def every_row(path: Path) -> Iterator[Row]:
@@ -405,7 +405,7 @@ def _rows_in(value: dict[str, Any]) -> list[Any]:
             return [dict(zip(value, row, strict=True)) for row in columns]
         return [{"id": name, **part} for name, part in value.items()]
     lists = [part for part in value.values() if isinstance(part, list) and part]
-    of_objects = [part for part in lists if all(isinstance(one, dict) for one in part)]
+    of_objects = [part for part in lists if all(isinstance(item, dict) for item in part)]
     return max(of_objects, key=len, default=[value])
 
 
@@ -528,8 +528,8 @@ def _unreadable(source: str, error: Exception) -> NoReturn:
 
 
 def _checked(value: Any) -> Row:
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        value = {str(place): one for place, one in enumerate(value)}  # Open-Reasoner-Zero's talks
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        value = {str(place): item for place, item in enumerate(value)}  # Open-Reasoner-Zero's talks
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise InputError("it is not an object with named columns")
     return dict(value)

@@ -85,8 +85,8 @@ class RowType:
 
 def row_type(environment: type[Environment[Any]]) -> RowType | None:
     """Returns the row class that `class X(Environment[Row])` names; None: its tasks are plain."""
-    for one in environment.__mro__:
-        for base in vars(one).get("__orig_bases__", ()):
+    for ancestor in environment.__mro__:
+        for base in vars(ancestor).get("__orig_bases__", ()):
             origin = typing.get_origin(base)
             if inspect.isclass(origin) and issubclass(origin, Environment):
                 (row,) = typing.get_args(base)

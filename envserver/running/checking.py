@@ -265,7 +265,7 @@ class _Plays:
         return judged and solved
 
     def judged(self) -> list[Played]:
-        plays = [one for one in self._played.values() if one.rewards or one.wrong]
+        plays = [play for play in self._played.values() if play.rewards or play.wrong]
         right, spoiled = (self._played[name].mean for name in (DEMONSTRATION, SPOILED))
         solve = self._context.environment.demonstrations_solve
         if solve and right is not None and spoiled is not None and spoiled >= right - _EPSILON:
@@ -274,10 +274,10 @@ class _Plays:
                 f"{right:g} on average."
             )
         # Between agents there is no right answer: whatever one says, the other may lose by it.
-        for one in plays if solve else ():
-            if one.cheat and one.solved > MOST_SOLVED_BY_CHEATS * len(one.rewards):
+        for play in plays if solve else ():
+            if play.cheat and play.solved > MOST_SOLVED_BY_CHEATS * len(play.rewards):
                 self._problems.append(
-                    f"A cheat solves {one.solved} of {len(one.rewards)} tasks: {one.way}."
+                    f"A cheat solves {play.solved} of {len(play.rewards)} tasks: {play.way}."
                 )
         return plays
 

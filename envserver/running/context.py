@@ -252,7 +252,7 @@ async def rollout_context(
         proxy = Proxy(
             engine,
             endpoint=endpoint,
-            endpoints={name: one.endpoint for name, one in own.items()},
+            endpoints={name: endpoint.endpoint for name, endpoint in own.items()},
             played=None if played is None else EngineEndpoint(played, tokens=settings.tokens),
             sandboxes=host,
             services=services,
@@ -308,7 +308,7 @@ async def rollout_context(
                 roles,
                 model=model,
                 sampling=settings.sampling.model_dump(),
-                own_models={name: one.model for name, one in own.items()},
+                own_models={name: endpoint.model for name, endpoint in own.items()},
             ),
             sampling=settings.sampling,
             rollouts=settings.rollouts,
@@ -436,9 +436,9 @@ def _check_trained(roles: Mapping[str, AgentRole], needed: bool) -> None:
 async def _check_own(
     own: Mapping[str, OwnEndpoint], roles: Mapping[str, AgentRole], need_exact: bool
 ) -> None:
-    for name, one in own.items():
+    for name, endpoint in own.items():
         try:
-            ready = await one.endpoint.ready()
+            ready = await endpoint.endpoint.ready()
         except EngineError:
             continue  # it may come up later; where it is needed now, it has been checked before
         if need_exact and roles[name].trained and not ready.exact:

@@ -307,7 +307,7 @@ class _Evaluating:
                 return Evaluation(folder, None, stopped)
             raise [*failures, _nothing()][0]
         reports = read_folder(folder, View())
-        without = [one.name for one in reports if not one.run.counts.scored]
+        without = [report.name for report in reports if not report.run.counts.scored]
         if len(without) == len(reports):
             raise [*failures, _nothing()][0]
         report = write_report(folder, View())
@@ -365,8 +365,8 @@ def _part(spec: RunSpec[Any], folder: Path, choice: Choice) -> _Part:
     baselines = baselines_of(environment) if choice.baselines else {}
     shard = shard_of(choice.shard)
     runs = {
-        name: _Run(one, groups_path(folder, name), tasks_path(folder, name), shard)
-        for name, one in {"": environment, **baselines}.items()
+        name: _Run(player, groups_path(folder, name), tasks_path(folder, name), shard)
+        for name, player in {"": environment, **baselines}.items()
     }
     for name, asking in choice.askings.items():
         place = groups_path(folder, name), tasks_path(folder, name)

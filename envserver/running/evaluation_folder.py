@@ -230,7 +230,7 @@ def _read_shard(folder: Path) -> _Shard:
 
 
 def _check_settings(first: _Shard, shard: _Shard, slices: Sequence[str]) -> None:
-    ours, theirs = (_settings_of(one) for one in (first, shard))
+    ours, theirs = (_settings_of(shard_of) for shard_of in (first, shard))
     for name in ours | theirs:
         if ours.get(name) != theirs.get(name) and name.removeprefix("env.") not in slices:
             raise _unlike(shard.folder, name, theirs.get(name), first.folder, ours.get(name))
@@ -329,7 +329,7 @@ def _settings_together(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = settings[0]
     return {
         name: value
-        if all(one.get(name) == value for one in settings)
+        if all(known.get(name) == value for known in settings)
         else [setting.get(name) for setting in settings]
         for name, value in first.items()
     }

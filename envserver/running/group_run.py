@@ -255,8 +255,13 @@ class GroupRun:
         names = [part.environment.name for part in parts]
         first = configs[0]
         forms = {
-            (one.include_messages, one.include_actions, one.include_experts, one.score_range)
-            for one in configs
+            (
+                config.include_messages,
+                config.include_actions,
+                config.include_experts,
+                config.score_range,
+            )
+            for config in configs
         }
         if len(forms) > 1:
             raise ConfigError(
@@ -386,4 +391,4 @@ def _part(
 def _expected(members: Sequence[Member[ProcessSettings]], total: int | None) -> int | None:
     steps = [member.environment.config.total_steps for member in members]
     of_each = None if None in steps else sum(step or 0 for step in steps)
-    return min((one for one in (total, of_each) if one is not None), default=None)
+    return min((limit for limit in (total, of_each) if limit is not None), default=None)

@@ -202,10 +202,10 @@ class Evaluations:
         await self._save()
 
     def _begun(self, version: int) -> tuple[HeldOut, bool]:
-        for one in self._records:
-            if one.version == version and one.state in ("interrupted", "failed"):
-                one.state, one.error, one.ended_at = "running", "", 0.0
-                return one, True
+        for known in self._records:
+            if known.version == version and known.state in ("interrupted", "failed"):
+                known.state, known.error, known.ended_at = "running", "", 0.0
+                return known, True
         folder = _free(self._folder, f"version-{version:06d}" if version >= 0 else "unpublished")
         record = HeldOut(version=version, folder=str(folder), state="running", began_at=time.time())
         self._records.append(record)
@@ -253,7 +253,7 @@ def is_due(version: int, before: Sequence[int], every: int | None) -> bool:
 
 def _free(folder: Path, name: str) -> Path:
     numbered = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
-    return next(path for one in numbered if not (path := folder / one).exists())
+    return next(path for name in numbered if not (path := folder / name).exists())
 
 
 def _of_training(members: Sequence[Member[MixSettings]], config: HeldOutConfig) -> str:

@@ -34,7 +34,7 @@ async def evaluated(
     """Returns its results, and its rollouts by policy version; see `held_out.HeldOut`.
     `again`: it was begun before in this folder; what fits the settings of now is kept.
     """
-    members = [_member(one, config) for one in served]
+    members = [_member(member, config) for member in served]
     view = View(
         pass_at=config.pass_at,
         failures=config.failures,
@@ -54,7 +54,7 @@ async def evaluated(
     folders = [
         done.folder if len(members) == 1 else done.folder / member.name for member in members
     ]
-    paths = [path for one in folders if (path := groups_path(one)).exists()]
+    paths = [path for folder in folders if (path := groups_path(folder)).exists()]
     results = {} if done.report is None else summary_scalars(done.report)
     return results, dict(await asyncio.to_thread(sampled_by, paths))
 
@@ -85,8 +85,8 @@ class _Line(msgspec.Struct):
     envserver: _Rollouts
 
 
-def _member(one: Member[MixSettings], config: HeldOutConfig) -> RunSpec[MixSettings]:
-    settings, env = one.settings, one.settings.env
+def _member(member: Member[MixSettings], config: HeldOutConfig) -> RunSpec[MixSettings]:
+    settings, env = member.settings, member.settings.env
     size = config.group_size or env.group_size
     own = env.model_copy(
         update={"split": config.split, "total_steps": config.total_steps, "group_size": size}
@@ -105,4 +105,4 @@ def _member(one: Member[MixSettings], config: HeldOutConfig) -> RunSpec[MixSetti
     changed = settings.model_copy(
         update={"env": own, "sampling": sampling, "rollouts": rollouts, "track": []}
     )
-    return dataclasses.replace(one.spec, settings=changed, name=one.share.name)
+    return dataclasses.replace(member.spec, settings=changed, name=member.share.name)

@@ -72,8 +72,8 @@ async def machine_numbers(machines: Sequence[Machine]) -> Reading:
         if machine.load is not None and not machine.problem
     }
     return {
-        "sandbox_machine_up": {one.url: not one.problem for one in machines},
-        "sandbox_machine_own": {one.url: one.open for one in machines},
+        "sandbox_machine_up": {machine.url: not machine.problem for machine in machines},
+        "sandbox_machine_own": {machine.url: machine.open for machine in machines},
         **of_each(
             loads,
             sandbox_machine_places=lambda load: load.sandboxes,
@@ -81,7 +81,7 @@ async def machine_numbers(machines: Sequence[Machine]) -> Reading:
             sandbox_machine_waiting=lambda load: load.waiting,
         ),
         "sandbox_machine_events": {
-            (one.url, event): n for one in machines for event, n in one.counts.items()
+            (machine.url, event): n for machine in machines for event, n in machine.counts.items()
         },
     }
 
@@ -137,12 +137,12 @@ class Hosted(msgspec.Struct, frozen=True):
             "rollouts_lost": tally.lost,
             "failed_attempts": dict(tally.failures),
             "flags": dict(tally.flags),
-            "untrained": {name: one.ceiling.report() for name, one in parts.items()},
+            "untrained": {name: part.ceiling.report() for name, part in parts.items()},
             "latest_failure": tally.latest_failure,
             "mean_reward": tally.rewards.mean,
             "completion_tokens": tally.completion_tokens,
             "seconds": tally.seconds,
-            "workers": {name: one.pool.snapshot() for name, one in parts.items()},
+            "workers": {name: part.pool.snapshot() for name, part in parts.items()},
             **({"environments": self.schedulers.delivered()} if len(parts) > 1 else {}),
             "stale_rollouts": tally.failures[Stale.kind],
             "stale_groups": tally.drops["stale"] + self.delivery.staleness.dropped,
@@ -298,25 +298,25 @@ async def _schedulers(
     if tracked is not None:
         tracked.already = sum(made.values())
     lane = lanes(
-        [one.share for one in members],
+        [member.share for member in members],
         made,
         room=settings.rollouts.max_concurrent,
         total=settings.total_groups,
     )
     schedulers = {}
-    for one, machine in zip(members, parts, strict=True):
-        config, name = one.environment.config, one.share.name
+    for member, machine in zip(members, parts, strict=True):
+        config, name = member.environment.config, member.share.name
         sink = LocalEnvironmentSink(
             store,
             delivery.demand,
             delivery.runners.news,
-            share=one.share,
-            prefix=id_prefix(one.environment),
+            share=member.share,
+            prefix=id_prefix(member.environment),
             capacity=settings.rollouts.max_concurrent // config.group_size + 1,
         )
         schedulers[name] = Scheduler(
             machine,
-            stream_of(one.environment, curricula.get(name), repeat=True),
+            stream_of(member.environment, curricula.get(name), repeat=True),
             sink,
             wanted=still_wanted(config.total_steps, made[name]),
             stop_on_failures=False,

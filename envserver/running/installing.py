@@ -95,7 +95,9 @@ def _claim_ours(site: Path) -> None:
     for name in _OURS:
         held = distribution(name)
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {held.version}"]
-        lines += [f"Provides-Extra: {one}" for one in held.metadata.get_all("Provides-Extra") or []]
+        lines += [
+            f"Provides-Extra: {extra}" for extra in held.metadata.get_all("Provides-Extra") or []
+        ]
         lines += [
             f"Requires-Dist: {require}" for require in held.requires or [] if "extra ==" in require
         ]
@@ -104,7 +106,8 @@ def _claim_ours(site: Path) -> None:
         (info / "METADATA").write_text("\n".join(lines) + "\n")
         # This claim hides the true distribution there, and the integrations that it offers.
         points = [
-            f"{one.name} = {one.value}" for one in held.entry_points.select(group=INTEGRATIONS)
+            f"{entry.name} = {entry.value}"
+            for entry in held.entry_points.select(group=INTEGRATIONS)
         ]
         (info / "entry_points.txt").write_text("\n".join([f"[{INTEGRATIONS}]", *points]) + "\n")
 
@@ -156,7 +159,7 @@ def install_environment(
         )
     backend = integration.backend(rest, packages)
     reference = installations.absolute(scheme, rest)
-    before = next((one for one in installed() if one.package == backend.name), None)
+    before = next((package for package in installed() if package.package == backend.name), None)
     if before is not None and reference in before.names and not replace:
         raise ConflictError(
             f"{reference} is installed already, in {backend.name}.",
@@ -189,7 +192,7 @@ def install_environment(
 
 
 def _record(
-    one: Installed,
+    package: Installed,
     references: Sequence[str],
     written: Mapping[str, Manifest] | None = None,
     licence: str = "",
@@ -197,26 +200,26 @@ def _record(
     """Describes the environments of a package in their interpreter, and records it.
     `written`: the manifests that it has, by name.
     """
-    place, python = one.folder, one.interpreter
+    place, python = package.folder, package.interpreter
     executable, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
     if python is not None:
         executable, path = python.executable, python.search_path
-    unusable = f"{one.package} cannot be used"
+    unusable = f"{package.package} cannot be used"
     described = describe(references, executable, path, place, unusable)
-    one = msgspec.structs.replace(one, environments=described)
+    package = msgspec.structs.replace(package, environments=described)
     if python is not None:
         from ..registry.hosted import hosted_class
 
         for each in described:
-            hosted_class(one, each, make_environment)
-    known, where = written or {}, f"{MANIFEST} of {one.package}"
+            hosted_class(package, each, make_environment)
+    known, where = written or {}, f"{MANIFEST} of {package.package}"
     manifests = [
-        completed(known.get(name, Manifest(name=name)), each, one.version, licence, where)
-        for name, each in zip(one.names, described, strict=True)
+        completed(known.get(name, Manifest(name=name)), each, package.version, licence, where)
+        for name, each in zip(package.names, described, strict=True)
     ]
     (place / MANIFEST).write_text(as_yaml(manifests))
-    write_record(one)
-    return one
+    write_record(package)
+    return package
 
 
 def _as_pip_takes_it(package: str) -> str:
@@ -231,10 +234,10 @@ def _as_pip_takes_it(package: str) -> str:
     raise InputError(f"--with {package!r} is not a path, a requirement or an address.")
 
 
-def forget(one: Installed, name: str) -> Installed:
+def forget(package: Installed, name: str) -> Installed:
     """Takes an environment out of a backend that has others; the packages stay."""
-    rest = [each for each in one.environments if each.name != name]
-    left = msgspec.structs.replace(one, environments=rest, source=rest[0].name)
+    rest = [each for each in package.environments if each.name != name]
+    left = msgspec.structs.replace(package, environments=rest, source=rest[0].name)
     write_record(left)
     return left
 
@@ -301,25 +304,29 @@ def install(
             else:
                 target = place / PACKAGES
                 pip("install", "--no-deps", "--target", target, wheel.path, failure=cannot)
-            one = Installed(
+            package = Installed(
                 package=wheel.package,
                 version=wheel.version,
                 source=source,
                 environments=[],
                 interpreter=python,
             )
-            return _record(one, wheel.names, _written(wheel), wheel.licence)
+            return _record(package, wheel.names, _written(wheel), wheel.licence)
 
 
 def remove(name: str) -> Installed:
     found = installed()
-    for one in found:
-        if name in one.names and installations.split(name) is not None and len(one.names) > 1:
-            return forget(one, name)
-        if name in (one.package, *one.names):
-            shutil.rmtree(one.folder)
-            return one
-    known = ", ".join(one.package for one in found) or "nothing"
+    for package in found:
+        if (
+            name in package.names
+            and installations.split(name) is not None
+            and len(package.names) > 1
+        ):
+            return forget(package, name)
+        if name in (package.package, *package.names):
+            shutil.rmtree(package.folder)
+            return package
+    known = ", ".join(package.package for package in found) or "nothing"
     raise NotFoundError(f"{name!r} is not installed.", hint=f"Installed: {known}.")
 
 
@@ -395,7 +402,7 @@ def _read(path: Path, source: str) -> _Wheel:
 
 
 def _check_names(wheel: _Wheel, replace: bool) -> None:
-    before = next((one for one in installed() if one.package == wheel.package), None)
+    before = next((package for package in installed() if package.package == wheel.package), None)
     if before is not None and not replace:
         raise ConflictError(
             f"{wheel.package} {before.version} is installed already.",
@@ -424,7 +431,9 @@ def _unmet(requirements: Sequence[Requirement], extra: str = "") -> list[str]:
             continue
         behind = [Requirement(require) for require in held.requires or []] if each.extras else []
         for name in each.extras:
-            found += _unmet([one for one in behind if one.marker is not None], name)
+            found += _unmet(
+                [requirement for requirement in behind if requirement.marker is not None], name
+            )
     return found
 
 
@@ -522,9 +531,9 @@ def _manifests(project: Path, files: list[Path], facts: dict[str, Any]) -> list[
 
 def _described_project(facts: dict[str, Any]) -> dict[str, Description]:
     package, version = canonicalize_name(facts.get("name", "")), facts.get("version")
-    for one in installed():
-        if one.package == package and one.version == version:
-            return {described.name: described for described in one.environments}
+    for other in installed():
+        if other.package == package and other.version == version:
+            return {described.name: described for described in other.environments}
     return {}
 
 

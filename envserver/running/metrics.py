@@ -53,22 +53,22 @@ _BREAKER: Final = {"closed": 0.0, "half_open": 1.0, "open": 2.0}
 
 
 async def curriculum_numbers(curricula: Mapping[str, TaskStream]) -> Reading:
-    solved = {name: one.solved_share() for name, one in curricula.items()}
+    solved = {name: curriculum.solved_share() for name, curriculum in curricula.items()}
     return {
         **of_each(
             curricula,
-            groups_again=lambda one: one.came_again,
-            tasks_passed_over=lambda one: one.passed_over,
-            tasks_remembered=lambda one: one.remembered,
+            groups_again=lambda curriculum: curriculum.came_again,
+            tasks_passed_over=lambda curriculum: curriculum.passed_over,
+            tasks_remembered=lambda curriculum: curriculum.remembered,
         ),
-        "tasks_solved_share": {name: one for name, one in solved.items() if one is not None},
+        "tasks_solved_share": {name: share for name, share in solved.items() if share is not None},
     }
 
 
 async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[], int]) -> Reading:
     """Returns the numbers of the engine that all rollouts use, and of its gate."""
-    replicas = {one.base_url: one for one in engine.replicas()}
-    standings = Counter(one.standing for one in replicas.values())
+    replicas = {replica.base_url: replica for replica in engine.replicas()}
+    standings = Counter(replica.standing for replica in replicas.values())
 
     def version_of(replica: ReplicaHealth) -> int:
         serves = version() if replica.follows else replica.version
@@ -84,13 +84,13 @@ async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[
         "policy_version": version(),
         **of_each(
             replicas,
-            replica_calls=lambda one: one.in_flight,
-            replica_limit=lambda one: one.limit,
-            replica_waiting=lambda one: one.waiting,
-            replica_breaker=lambda one: _BREAKER[one.state],
+            replica_calls=lambda replica: replica.in_flight,
+            replica_limit=lambda replica: replica.limit,
+            replica_waiting=lambda replica: replica.waiting,
+            replica_breaker=lambda replica: _BREAKER[replica.state],
             replica_version=version_of,
         ),
-        "replica_standing": {(url, one.standing): 1.0 for url, one in replicas.items()},
+        "replica_standing": {(url, replica.standing): 1.0 for url, replica in replicas.items()},
         "engines": {standing: standings[standing] for standing in get_args(Standing)},
     }
 
@@ -98,7 +98,7 @@ async def engine_numbers(engine: MeasuredEngine, gate: Gate, version: Callable[[
 async def parts_numbers(parts: Sequence[RolloutContext]) -> Reading:
     """Returns the numbers of each environment's proxy, workers, sandboxes and services."""
     proxies = {part.environment.name: part.proxy for part in parts}
-    pools = {one.environment.name: one.pool.snapshot() for one in parts}
+    pools = {part.environment.name: part.pool.snapshot() for part in parts}
     services: Counter[str] = Counter()
     for proxy in proxies.values():
         services.update(proxy.services.counts())
@@ -121,12 +121,12 @@ async def parts_numbers(parts: Sequence[RolloutContext]) -> Reading:
             worker_restarts=lambda pool: pool["restarts"],
         ),
         "egress_bytes": {
-            name: one.egress.bytes for name, one in proxies.items() if one.egress is not None
+            name: proxy.egress.bytes for name, proxy in proxies.items() if proxy.egress is not None
         },
-        "untrained_share": {one.environment.name: one.ceiling.window.share for one in parts},
+        "untrained_share": {part.environment.name: part.ceiling.window.share for part in parts},
         "services": services,
         **{
-            name: {(one, kind): n for one, kinds in counts.items() for kind, n in kinds.items()}
+            name: {(label, kind): n for label, kinds in counts.items() for kind, n in kinds.items()}
             for name, counts in by_kind.items()
         },
     }
@@ -154,10 +154,10 @@ class Deliveries:
         return {
             **of_each(
                 seen.arrived,
-                stored_groups=lambda one: one.groups,
-                stored_equal_groups=lambda one: one.equal,
-                stored_tokens=lambda one: one.tokens,
-                stored_reward=lambda one: one.rewards,
+                stored_groups=lambda stored: stored.groups,
+                stored_equal_groups=lambda stored: stored.equal,
+                stored_tokens=lambda stored: stored.tokens,
+                stored_reward=lambda stored: stored.rewards,
             ),
             "deliveries": _tallies(store.tallies),
             "groups": await store.counts(),
@@ -194,7 +194,7 @@ def most(counts: Mapping[str, int], limit: int = _MOST_RUNS) -> Counter[str]:
 
 
 def _ranked(counts: Mapping[_Key, int]) -> list[tuple[_Key, int]]:
-    return sorted(counts.items(), key=lambda one: (-one[1], one[0]))
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
 
 
 GROUPS_SHOWN = 12
@@ -342,7 +342,11 @@ class Tally(Meter):
             if (errors := trajectory.metrics.get("tool_errors")) is not None:
                 self.add("tool_errors", environment, value=errors)
             self.row_lengths.extend(len(row.tokens) for row in trajectory.sequences)
-        rewards = [one.score.reward for one in group.trajectories if one.score.reward is not None]
+        rewards = [
+            trajectory.score.reward
+            for trajectory in group.trajectories
+            if trajectory.score.reward is not None
+        ]
         if len(rewards) > 1:
             self.add("group_deviation", environment, value=pstdev(rewards))
             self.add("groups_equal", environment, value=all_equal(group.trajectories))
@@ -446,8 +450,8 @@ def all_of(*observers: Observer | None) -> Observer:
     known = [observer for observer in observers if observer is not None]
 
     def observe(event: Event) -> None:
-        for one in known:
-            one(event)
+        for observer in known:
+            observer(event)
 
     return observe
 

@@ -91,21 +91,21 @@ def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
     """
     totals = {
         total
-        for one, its_own in zip(listed, own, strict=True)
-        for total in (one.total_groups, None if its_own else one.env.total_steps)
+        for name, its_own in zip(listed, own, strict=True)
+        for total in (name.total_groups, None if its_own else name.env.total_steps)
         if total is not None
     }
     total = min(totals, default=None)
     return [
-        one.model_copy(
+        entry.model_copy(
             update={
                 "total_groups": total,
-                "env": one.env.model_copy(
-                    update={"total_steps": one.env.total_steps if its_own else None}
+                "env": entry.env.model_copy(
+                    update={"total_steps": entry.env.total_steps if its_own else None}
                 ),
             }
         )
-        for one, its_own in zip(listed, own, strict=True)
+        for entry, its_own in zip(listed, own, strict=True)
     ]
 
 
@@ -119,7 +119,9 @@ def mixed(
     """
     if len(specs) > 1:
         shared = share_total([spec.settings for spec in specs], own)
-        specs = [replace(spec, settings=one) for spec, one in zip(specs, shared, strict=True)]
+        specs = [
+            replace(spec, settings=settings) for spec, settings in zip(specs, shared, strict=True)
+        ]
     members = []
     for spec, share in zip(specs, shares, strict=True):
         environment = spec.make_environment()
@@ -290,12 +292,12 @@ class Book:
             self._estimates.popitem(last=False)
 
     def _counts(self) -> tuple[int, int]:
-        again = sum(one.startswith(again_prefix(self._prefix)) for one in self._made)
+        again = sum(group_id.startswith(again_prefix(self._prefix)) for group_id in self._made)
         own, later = self._more
         return len(self._made) - again + own, again + later
 
     def _look(self, requests: list[GroupRequest]) -> Known:
-        found = ((one.task.id, self._estimates.get(one.task.id)) for one in requests)
+        found = ((request.task.id, self._estimates.get(request.task.id)) for request in requests)
         ids = [request.group_id for request in requests]
         return Known(
             self._made.intersection(ids) | (self._known(ids) if self._known else set()),

@@ -305,7 +305,7 @@ def config_error(problems: Iterable[str]) -> ConfigError:
 def faults(error: ValidationError) -> list[tuple[tuple[int | str, ...], str]]:
     """Returns the place and the message of each fault, without the values."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    return [(one["loc"], one["msg"]) for one in found]
+    return [(error["loc"], error["msg"]) for error in found]
 
 
 def validated(
@@ -327,7 +327,7 @@ def validated(
         return model.model_validate(tree)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-        raise config_error(_explained(one, values, options, where) for one in found) from None
+        raise config_error(_explained(fault, values, options, where) for fault in found) from None
 
 
 def _explained(

@@ -135,7 +135,7 @@ def members_of(kind: type[M], mix: Mix, settings: Mapping[str, Any]) -> list[Mem
     if isinstance(mix, Mapping):
         weights = dict(mix)
     elif isinstance(mix, Sequence) and not isinstance(mix, str):
-        weights = {reference_of(one): 1.0 for one in mix}
+        weights = {reference_of(environment): 1.0 for environment in mix}
     else:
         return [alone(spec_of(kind, mix, settings))]
     if not weights:
@@ -183,7 +183,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_unset=True)
     if isinstance(value, Mapping):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: _plain(field) for name, field in value.items()}
     return value
 
 
@@ -432,7 +432,10 @@ async def evaluate(
     )
     listed: list[Any] = list(environment) if several else [environment]  # type: ignore[arg-type]
     given = settings if out is None else {**settings, "out": Path(out)}
-    specs = [spec_of(EvaluateSettings, one, given, defaults=EVALUATION_DEFAULTS) for one in listed]
+    specs = [
+        spec_of(EvaluateSettings, environment, given, defaults=EVALUATION_DEFAULTS)
+        for environment in listed
+    ]
     members = [replace(spec, name=spec.environment_class.name) for spec in specs]
     return await evaluate_members(members, choice_of(specs[0].settings))
 
@@ -505,7 +508,7 @@ async def rescore(
         StoreError: `out` cannot be written.
     """
     sources = [source] if isinstance(source, (str, Path)) else list(source)
-    given = {**settings, "source": [str(one) for one in sources], "out": Path(out)}
+    given = {**settings, "source": [str(place) for place in sources], "out": Path(out)}
     spec = spec_of(RescoreSettings, environment, given)
     return await rescoring.rescore(spec)
 

@@ -63,7 +63,7 @@ class RayServing(ServingBase):
 
     @property
     def open_groups(self) -> int:
-        return sum(one.open for one in self._delivery.runners.table.present())
+        return sum(runner.open for runner in self._delivery.runners.table.present())
 
     def drain(self) -> None:
         self._draining = True
@@ -103,9 +103,9 @@ class RayServing(ServingBase):
     def _load(self, part: _Part) -> Load:
         member = part.member
         present = [
-            one.beat
-            for one in self._delivery.runners.table.present()
-            if one.env == member.environment.name and one.capacity
+            runner.beat
+            for runner in self._delivery.runners.table.present()
+            if runner.env == member.environment.name and runner.capacity
         ]
         capacity = sum(beat.capacity for beat in present) / len(present) if present else 0
         return Load(
@@ -155,9 +155,9 @@ class RayServing(ServingBase):
 
     def _drain(self, part: _Part, number: int) -> None:
         identity = part.identities.get(number)
-        one = None if identity is None else self._delivery.runners.table.named(identity.name)
-        if one is not None and not one.registered.gone:
-            self._delivery.runners.drain(one.id)
+        runner = None if identity is None else self._delivery.runners.table.named(identity.name)
+        if runner is not None and not runner.registered.gone:
+            self._delivery.runners.drain(runner.id)
 
 
 def _part(member: Member[MixSettings], most: int) -> _Part:
@@ -199,7 +199,7 @@ async def ray_serving(members: Members) -> AsyncIterator[RayServing]:
         await cluster.check_place()
         url = await url_for_nodes(cluster, settings.ray, server.url, settings.server.host)
         shares = divided(await cluster.most_wanted(), [member.share.weight for member in members])
-        parts = [_part(one, share) for one, share in zip(members, shares, strict=True)]
+        parts = [_part(member, share) for member, share in zip(members, shares, strict=True)]
         with contextlib.ExitStack() as held:
             yield RayServing(server, cluster, parts, url, held)
 

@@ -297,7 +297,7 @@ def _facts(record: Record, finished: Finished, score: Score) -> Iterator[Fact]:
             yield Fact("messages", then.messages, _plain(result.messages))
     if record.exact:
         now = [[row.tokens.tolist(), row.mask.tolist()] for row in finished.trajectory.sequences]
-        rows = [[row.tokens.tolist(), [int(one) for one in row.mask]] for row in then.rows]
+        rows = [[row.tokens.tolist(), [int(bit) for bit in row.mask]] for row in then.rows]
         yield Fact("training rows", rows, now)
     before = record.raw.get("rescored_from") or record.raw
     yield Fact("reward", before.get("reward"), score.reward)

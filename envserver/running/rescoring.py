@@ -180,15 +180,15 @@ class Tally:
         self.left_out[reason] += 1
         self.first.setdefault(reason, words)
 
-    def _compare(self, one: Example) -> None:
+    def _compare(self, example: Example) -> None:
         self.compared += 1
-        self.old += one.old
-        self.new += one.new
-        if abs(one.new - one.old) < 1e-9:
+        self.old += example.old
+        self.new += example.new
+        if abs(example.new - example.old) < 1e-9:
             return
-        self.up += one.new > one.old
-        self.down += one.new < one.old
-        self.examples.append(one)
+        self.up += example.new > example.old
+        self.down += example.new < example.old
+        self.examples.append(example)
         self.examples.sort(key=lambda each: -abs(each.new - each.old))
         del self.examples[_EXAMPLES:]
 

@@ -71,7 +71,7 @@ class ServingBase:
         return None
 
     def alarms(self) -> list[str]:
-        return [one.text for one in self._alarms.active]
+        return [alarm.text for alarm in self._alarms.active]
 
     async def _stopped(
         self, work: Coroutine[Any, Any, None], scheduler: Stoppable, stop: Stop
@@ -148,21 +148,21 @@ async def serving(members: Members) -> AsyncIterator[Serving]:
     ):
         watch = AlarmWatch(settings.alarms, partial(_alarm_facts, opened, host, settings.store))
         await opened.open(_api(members, opened, host, watch))
-        for one in members:
+        for member in members:
             kind = host.room.endpoint.logprobs_kind
-            warn_of_raw_logprobs(one.environment, settings.sampling, kind)
+            warn_of_raw_logprobs(member.environment, settings.sampling, kind)
         yield Serving(settings, opened, host, watch.book)
 
 
 def _alarm_facts(server: BootstrapServer, host: Hosted, store: str) -> AlarmFacts:
     ranges = {part.environment.name: part.scorer.rules.range for part in host.parts}
     audit = host.auditor.report()
-    described = [one.proxy.engine_described() for one in host.parts]
+    described = [part.proxy.engine_described() for part in host.parts]
     return msgspec.structs.replace(
         server.alarm_facts(host.delivery.demand, store),
-        reward_ranges={name: (one.low, one.high) for name, one in ranges.items()},
+        reward_ranges={name: (bounds.low, bounds.high) for name, bounds in ranges.items()},
         last_words=dict(host.tally.last_words),
-        differs_at=next((one["differs_at"] for one in described if "differs_at" in one), ""),
+        differs_at=next((facts["differs_at"] for facts in described if "differs_at" in facts), ""),
         audited=audit["rows"],
         differing=audit["rows_over_tolerance"],
     )
@@ -211,7 +211,7 @@ def warn_of_raw_logprobs(
 
 
 def check_alike(members: Members) -> None:
-    configs = [one.environment.config for one in members]
+    configs = [member.environment.config for member in members]
     if len({(config.include_messages, config.score_range) for config in configs}) > 1:
         raise ConfigError(
             "The environments differ in include_messages or score_range.",

@@ -143,25 +143,29 @@ def _rows(step: int, group: Group, link: str) -> list[Row]:
 
 
 def _row(step: int, group: Group, number: int, advantage: float, link: str) -> Row:
-    one = group.trajectories[number]
+    trajectory = group.trajectories[number]
     first = next(
-        (at for at, message in enumerate(one.messages) if message.get("role") == "assistant"),
-        len(one.messages),
+        (
+            at
+            for at, message in enumerate(trajectory.messages)
+            if message.get("role") == "assistant"
+        ),
+        len(trajectory.messages),
     )
     return {
         "step": step,
-        "prompt": _text(one.messages[:first]),
-        "completion": _text(one.messages[first:]),
-        "reward": one.score.reward,
+        "prompt": _text(trajectory.messages[:first]),
+        "completion": _text(trajectory.messages[first:]),
+        "reward": trajectory.score.reward,
         "advantage": round(advantage, 4),
-        "components": orjson.dumps(one.score.components).decode(),
+        "components": orjson.dumps(trajectory.score.components).decode(),
         "environment": group.env,
         "task_id": group.task_id,
         "group_id": group.group_id,
         "rollout": number,
         "policy_version": group.policy_version,
-        "end": one.usage.ended_by,
-        "turns": one.turns,
+        "end": trajectory.usage.ended_by,
+        "turns": trajectory.turns,
         "link": f"{link}{group.group_id}/{number}" if link else "",
     }
 
@@ -290,7 +294,7 @@ def _close(lanes: Sequence[_Lane], seconds: float) -> None:
 
 
 def _opened(name: TrackerName, config: TrackingConfig, run: str, facts: dict[str, Any]) -> Tracker:
-    safe = "".join(one if one.isalnum() or one in "._-" else "-" for one in run)
+    safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run)
     tracker = open_tracker(name, project=config.project, run=safe, folder=config.folder)
     tracker.config(facts)
     return tracker
@@ -298,9 +302,9 @@ def _opened(name: TrackerName, config: TrackingConfig, run: str, facts: dict[str
 
 def without_secrets(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): without_secrets(one) for key, one in value.items()}
+        return {str(key): without_secrets(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [without_secrets(one) for one in value]
+        return [without_secrets(item) for item in value]
     return redacted(value) if isinstance(value, str) else value
 
 

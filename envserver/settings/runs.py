@@ -234,7 +234,7 @@ class HarnessConfig(Section):
 
     @model_validator(mode="after")
     def _is_one(self) -> HarnessConfig:
-        if sum(one is not None for one in (self.name, self.command, self.url)) > 1:
+        if sum(way is not None for way in (self.name, self.command, self.url)) > 1:
             raise ValueError("give one of agent.name, agent.command and agent.url")
         if self.base_url is not None and not (self.url and self.port):
             raise ValueError("agent.base_url needs agent.url and agent.port")
@@ -253,7 +253,7 @@ class HarnessConfig(Section):
     @property
     def is_set(self) -> bool:
         """Returns whether there is an external agent."""
-        return any(one is not None for one in (self.name, self.command, self.url))
+        return any(way is not None for way in (self.name, self.command, self.url))
 
 
 class JudgeConfig(Section):

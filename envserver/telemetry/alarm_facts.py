@@ -233,7 +233,9 @@ class Situation(msgspec.Struct, frozen=True):
     def grown_by(self, name: str, label: str, without: Container[str] = ()) -> dict[str, float]:
         """Returns the growth by the values of a label."""
         values = self.curves.values_of(name, label)
-        return {one: self.grown(name, **{label: one}) for one in values if one not in without}
+        return {
+            value: self.grown(name, **{label: value}) for value in values if value not in without
+        }
 
     def recently(self) -> str:
         known = float(self.whole.times[-1] - self.whole.times[0])

@@ -186,7 +186,7 @@ def rollouts_cut(at: Situation) -> Iterator[Alarm]:
         count = sum(at_limit.values())
         if ended < at.config.fewest or count < of.bound(at.config.cut_share) * ended:
             continue
-        limit = max(at_limit, key=lambda one: at_limit[one])
+        limit = max(at_limit, key=lambda name: at_limit[name])
         cut += count
         text = (
             f"{percent(count / ended)} of the rollouts of {environment} ({count:g} of "
@@ -260,15 +260,19 @@ def engines_unused(at: Situation) -> Iterator[Alarm]:
     curves = at.curves
     if not curves.values_of("engines", "standing"):
         return
-    counts = {one: curves.level("engines", standing=one) for one in (*_USED, *_UNUSED)}
-    listed = ", ".join(f"{counts[one][-1]:g} {one}" for one in _UNUSED if counts[one][-1])
-    none = ~np.any([counts[one] > 0 for one in _USED], axis=0)
+    counts = {
+        standing: curves.level("engines", standing=standing) for standing in (*_USED, *_UNUSED)
+    }
+    listed = ", ".join(
+        f"{counts[standing][-1]:g} {standing}" for standing in _UNUSED if counts[standing][-1]
+    )
+    none = ~np.any([counts[standing] > 0 for standing in _USED], axis=0)
     seconds = curves.seconds_since(none)
     if none[-1] and seconds >= _NO_ENGINE_SECONDS:
         text = f"Calls wait, since no engine can be used: {listed or 'none is registered'}."
         yield at.alarm("critical", text, "#/engines", held=seconds)
         return
-    seconds = curves.seconds_since(np.any([counts[one] > 0 for one in _UNUSED], axis=0))
+    seconds = curves.seconds_since(np.any([counts[standing] > 0 for standing in _UNUSED], axis=0))
     if listed and seconds >= 60 * at.config.unused_engine_minutes:
         text = f"Engines have received no calls for {duration(seconds)}: {listed}."
         yield at.alarm("warning", text, "#/engines", held=seconds)

@@ -29,7 +29,7 @@ def findings(at: Situation, failed: set[str]) -> list[Alarm]:
             if rule.name not in failed:
                 failed.add(rule.name)
                 _log.error("alarm_rule_failed", rule=rule.name, error=repr(error))
-    return [one for one in found if one.name not in at.config.off]
+    return [finding for finding in found if finding.name not in at.config.off]
 
 
 _log = structlog.get_logger("envserver.alarms")
@@ -64,7 +64,7 @@ class AlarmBook:
 
     def update(self, now: float, findings: Iterable[Alarm]) -> None:
         self.checked_at = now
-        found = {one.key: one for one in findings}
+        found = {finding.key: finding for finding in findings}
         for key, finding in found.items():
             entry = self._entries.get(key)
             if entry is None:
@@ -114,7 +114,7 @@ class AlarmBook:
 
     def _log_begin(self, now: float, key: Key, entry: _Entry) -> None:
         """Not if it was logged a short time ago; then later, if it stays."""
-        logged = {one: at for one, at in self._logged_at.items() if now - at < _QUIET_SECONDS}
+        logged = {key: at for key, at in self._logged_at.items() if now - at < _QUIET_SECONDS}
         if key not in logged:
             entry.is_logged = True
             logged[key] = now

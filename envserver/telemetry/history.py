@@ -46,7 +46,7 @@ def numbers_of(families: Iterable[Metric]) -> dict[Name, float]:
 
 def as_json(numbers: Numbers) -> str:
     """[[name, labels, value], ...]"""
-    listed = [(one.name, one.labels, value) for one, value in numbers.items()]
+    listed = [(number.name, number.labels, value) for number, value in numbers.items()]
     return msgspec.json.encode(listed).decode()
 
 

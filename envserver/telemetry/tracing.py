@@ -175,7 +175,7 @@ def name_of(value: Any) -> str:
 
 
 def inputs(messages: Sequence[Message], tools: Sequence[Json]) -> Json:
-    leading = list(takewhile(lambda one: one.get("role") in _SYSTEM, messages))
+    leading = list(takewhile(lambda message: message.get("role") in _SYSTEM, messages))
     found = {"gen_ai.input.messages": _bounded(messages[len(leading) :])}
     if leading:
         parts = [part for message in leading for part in _parts(message)]

@@ -346,7 +346,7 @@ def place_of(error: BaseException, method: Callable[..., Any] | None = None) -> 
 
     The file's name alone: messages are kept with rollouts, without the user's folders.
     """
-    frames = [(one.f_code, line) for one, line in traceback.walk_tb(error.__traceback__)]
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [frame for frame in frames if not frame[0].co_filename.startswith(LIBRARIES)]
     called = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
     if not own and called is not None:

@@ -28,11 +28,11 @@ async def open_tools(tools: Tools, run: Rollout) -> AsyncIterator[Mapping[str, T
     """Yields tools by name; MCP servers that are not shared run within the block."""
     async with AsyncExitStack() as stack:
         opened: list[Tool] = []
-        for one in tools.values() if isinstance(tools, Mapping) else tools:
-            if isinstance(one, McpServer):
-                opened += await _tools_of(one, run, stack)
+        for tool in tools.values() if isinstance(tools, Mapping) else tools:
+            if isinstance(tool, McpServer):
+                opened += await _tools_of(tool, run, stack)
             else:
-                opened.append(_here(as_tool(one), run))
+                opened.append(_here(as_tool(tool), run))
         yield _by_name(opened)
 
 
@@ -61,7 +61,8 @@ async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> l
     if not server.shared:
         own = await stack.enter_async_context(connect(server, run))
         return [
-            _of_mcp(server, one, partial(own.call, one["name"])) for one in await own.describe()
+            _of_mcp(server, described, partial(own.call, described["name"]))
+            for described in await own.describe()
         ]
     try:
         listed = await run.call_tool(f"{server.service}/tools", {})
@@ -70,7 +71,10 @@ async def _tools_of(server: McpServer, run: Rollout, stack: AsyncExitStack) -> l
             f"The server does not know the shared MCP server {server.name!r}: {error.message}",
             hint="List it in `Environment.tools`.",
         ) from error
-    return [_of_mcp(server, one, partial(_through, run, server, one["name"])) for one in listed]
+    return [
+        _of_mcp(server, described, partial(_through, run, server, described["name"]))
+        for described in listed
+    ]
 
 
 async def _through(run: Rollout, server: McpServer, name: str, arguments: dict[str, Any]) -> str:

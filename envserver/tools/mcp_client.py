@@ -129,8 +129,8 @@ async def in_own_task(make: Callable[[], AbstractAsyncContextManager[T]]) -> Asy
         if opened.cancelled() or not opened.done():
             task.cancel()
         _, late = await asyncio.wait({task}, timeout=LEAVE_SECONDS)
-        for one in late:
-            one.cancel()
+        for call in late:
+            call.cancel()
 
 
 def _single(error: Exception) -> Exception:
@@ -211,11 +211,11 @@ class McpConnection:
             cursor = page.next_cursor
             if not page.tools:
                 break
-        only = set(self._server.only) or {one.name for one in listed}
-        if missing := only - {one.name for one in listed}:
+        only = set(self._server.only) or {tool.name for tool in listed}
+        if missing := only - {tool.name for tool in listed}:
             lacks = f"The MCP server {self._server.name!r} has no tool {', '.join(sorted(missing))}"
-            raise ConfigError(f"{lacks}; it has: {', '.join(one.name for one in listed)}.")
-        return [self._described(one) for one in listed if one.name in only]
+            raise ConfigError(f"{lacks}; it has: {', '.join(tool.name for tool in listed)}.")
+        return [self._described(tool) for tool in listed if tool.name in only]
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Calls a tool by its own name; returns the result as text."""
@@ -326,7 +326,7 @@ async def _client(server: McpServer, running: RunningProgram | None) -> AsyncIte
 
 def _filled(server: McpServer, values: Mapping[str, str]) -> dict[str, str]:
     try:
-        return {key: string.Template(one).substitute(os.environ) for key, one in values.items()}
+        return {key: string.Template(text).substitute(os.environ) for key, text in values.items()}
     except KeyError as error:
         raise ConfigError(f"The MCP server {server.name!r} needs the variable {error}.") from None
 

@@ -68,9 +68,9 @@ def _server(
         described = [tool.description["function"] for tool in tools.values()]
         listed = [
             types.Tool(
-                name=one["name"], description=one["description"], input_schema=one["parameters"]
+                name=tool["name"], description=tool["description"], input_schema=tool["parameters"]
             )
-            for one in described
+            for tool in described
         ]
         return types.ListToolsResult(tools=listed)
 

@@ -73,15 +73,15 @@ async def _own_services(environment: Environment) -> AsyncIterator[Mapping[str, 
 
 def server_tools(environment: Environment) -> list[TypedTool]:
     given = [*typed_methods(environment).values(), *tools_of(environment)]
-    marked = [one for one in given if isinstance(one, TypedTool) and one.on_server]
-    return list({one.name: one for one in marked}.values())
+    marked = [tool for tool in given if isinstance(tool, TypedTool) and tool.on_server]
+    return list({tool.name: tool for tool in marked}.values())
 
 
 def shared_servers(environment: Environment) -> list[McpServer]:
     listed = [
         tool for tool in environment.tools or () if isinstance(tool, McpServer) and tool.shared
     ]
-    names = [one.name for one in listed]
+    names = [tool.name for tool in listed]
     if len(set(names)) < len(names):
         raise ConfigError(f"Shared MCP servers need different names, not {', '.join(names)}.")
     return listed

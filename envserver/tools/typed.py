@@ -218,7 +218,7 @@ def _arguments(
             raise TypeError(f"The parameter {parameter.name!r} of the tool {name!r} needs a type.")
         type_ = _described(hints[parameter.name], described.get(parameter.name))
         fields.append((parameter.name, type_, *_default(parameter.default)))
-    if unknown := described.keys() - {one.name for one in parameters}:
+    if unknown := described.keys() - {parameter.name for parameter in parameters}:
         raise TypeError(f"The docstring of {name!r} describes {sorted(unknown)}, which it lacks.")
     try:
         struct = msgspec.defstruct(
@@ -241,12 +241,12 @@ def _default(value: Any) -> tuple[Any, ...]:
 def _described(hint: Any, description: str | None) -> Any:
     """Adds a description to a type: that of `Annotated[type, "..."]`, else the docstring's."""
     metadata: tuple[Any, ...] = getattr(hint, "__metadata__", ())
-    own = [one for one in metadata if isinstance(one, str)]
+    own = [note for note in metadata if isinstance(note, str)]
     text = own[0] if own else description
     bare = hint.__origin__ if metadata else hint
-    limits = [one for one in metadata if isinstance(one, msgspec.Meta)]
-    for one in (*limits, *([msgspec.Meta(description=text)] if text else [])):
-        bare = Annotated[bare, one]
+    limits = [note for note in metadata if isinstance(note, msgspec.Meta)]
+    for limit in (*limits, *([msgspec.Meta(description=text)] if text else [])):
+        bare = Annotated[bare, limit]
     return bare
 
 
@@ -266,7 +266,7 @@ def schema_of(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _inlined(schema: Any, definitions: dict[str, Any], within: tuple[str, ...]) -> Any:
     if isinstance(schema, list):
-        return [_inlined(one, definitions, within) for one in schema]
+        return [_inlined(item, definitions, within) for item in schema]
     if not isinstance(schema, dict):
         return schema
     name = str(schema.get("$ref", "")).removeprefix("#/$defs/")

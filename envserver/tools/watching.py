@@ -74,17 +74,19 @@ async def watched_loop(slow_seconds: float | None = BLOCKED_SECONDS) -> AsyncIte
 def _blocker(thread: int) -> dict[str, Any]:
     """Returns whose code `thread` runs, its place, what to do, and the innermost calls."""
     stack = [
-        (one.f_code, line) for one, line in traceback.walk_stack(sys._current_frames()[thread])
+        (frame.f_code, line) for frame, line in traceback.walk_stack(sys._current_frames()[thread])
     ]
     # Further out is the program that runs the loop.
-    calls = itertools.takewhile(lambda one: one[0].co_filename not in _RUNS_LOOPS, stack)
+    calls = itertools.takewhile(lambda place: place[0].co_filename not in _RUNS_LOOPS, stack)
     code, line = min(calls, key=_rank, default=stack[0])
     is_own = not code.co_filename.startswith(LIBRARIES)
     return {
         "place": shown_place(code, line),
         "whose": "environment" if is_own else "envserver",
         "hint": _HINT if is_own else "",
-        "calls": [f"{one.co_filename}:{line} {one.co_name}" for one, line in stack[:_STACK_DEPTH]],
+        "calls": [
+            f"{code.co_filename}:{line} {code.co_name}" for code, line in stack[:_STACK_DEPTH]
+        ],
     }
 
 

@@ -135,9 +135,9 @@ async def _relayed(http: httpx.AsyncClient, url: str, request: Request) -> Respo
     headers = {name: value for name in _PASSED if (value := request.headers.get(name))}
     raw = request.scope["raw_path"].decode("ascii")
     path = raw.lstrip("/") + (f"?{request.url.query}" if request.url.query else "")
-    asked = http.build_request("GET", path, headers=headers)
+    sent = http.build_request("GET", path, headers=headers)
     try:
-        answer = await http.send(asked, stream=True)
+        answer = await http.send(sent, stream=True)
     except httpx.TransportError as error:
         raise ServerOutOfReach(
             f"{url} does not answer: {error or type(error).__name__}."

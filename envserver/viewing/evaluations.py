@@ -68,14 +68,14 @@ class Evaluations:
     async def comparison(self, wanted: ComparisonSearch) -> dict[str, Any]:
         names = self._viewed.runs
         a, b = wanted.a or names[0], wanted.b or names[min(1, len(names) - 1)]
-        one = await self._run(a)
-        two = called_alike(one, await self._run(b))
-        found = await self._compared_runs((a, one), (b, two))
-        pairs = await asyncio.to_thread(_chosen, one, two, found.rules, wanted)
+        run = await self._run(a)
+        two = called_alike(run, await self._run(b))
+        found = await self._compared_runs((a, run), (b, two))
+        pairs = await asyncio.to_thread(_chosen, run, two, found.rules, wanted)
         end = wanted.cursor + wanted.limit
         page = pairs[wanted.cursor : end]
         parts = {pair.part for pair in page}
-        a_groups = {part: await self._groups(a, one[part]) for part in parts}
+        a_groups = {part: await self._groups(a, run[part]) for part in parts}
         b_groups = {part: await self._groups(b, two[part]) for part in parts}
         return {
             **_facts(found),
@@ -146,8 +146,12 @@ def _part(name: str, report: Report) -> dict[str, Any]:
         "notes": notes_of(report),
         **_numbers(report.run),
         "baselines": [
-            {"name": one, **_numbers(run), "difference": _plain(report.differences.get(one))}
-            for one, run in report.baselines.items()
+            {
+                "name": baseline,
+                **_numbers(run),
+                "difference": _plain(report.differences.get(baseline)),
+            }
+            for baseline, run in report.baselines.items()
         ],
     }
 
@@ -166,7 +170,7 @@ def _numbers(run: RunReport) -> dict[str, Any]:
         "pass_at": overall.get("pass_at", {}),
         "pass_hat": overall.get("pass_hat", {}),
         "by": {
-            label: {value: _plain(one.mean_reward) for value, one in values.items()}
+            label: {value: _plain(measured.mean_reward) for value, measured in values.items()}
             for label, values in run.by.items()
         },
         "costs": _plain(run.costs),
@@ -195,7 +199,7 @@ def _chosen(a: Run, b: Run, rules: Rules, wanted: ComparisonSearch) -> list[Task
 
 
 def _models(run: Run) -> str:
-    return ", ".join(dict.fromkeys(one.model for one in run.values() if one.model))
+    return ", ".join(dict.fromkeys(report.model for report in run.values() if report.model))
 
 
 def _plain(value: Any) -> Any:
@@ -205,4 +209,4 @@ def _plain(value: Any) -> Any:
 def _state(place: Path) -> list[tuple[str, int, int]]:
     paths = [*place.rglob("*.jsonl"), *place.rglob(RUN_FILE)] if place.is_dir() else [place]
     facts = [(str(path), path.stat()) for path in sorted(paths)]
-    return [(path, one.st_size, one.st_mtime_ns) for path, one in facts]
+    return [(path, facts_of.st_size, facts_of.st_mtime_ns) for path, facts_of in facts]

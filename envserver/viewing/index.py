@@ -132,7 +132,7 @@ class Index:
         self._sql.close()
 
     def clear(self) -> None:
-        for table in ("places", "files", "problems", *(one.name for one in _TABLES)):
+        for table in ("places", "files", "problems", *(table_of.name for table_of in _TABLES)):
             self._sql.execute(f'DELETE FROM "{table}"')
         self._sql.commit()
         self.next_seq = 1

@@ -82,8 +82,8 @@ def _tell_of_other(path: Path) -> None:
             f"{path} is in use by an envserver of another version.", hint="End that one first."
         )
     read = [msgspec.json.decode(state, type=FileState) for state in states]
-    total = sum(max(0, one.size) for one in read)
-    known = sum(min(one.offset, max(0, one.size)) for one in read)
+    total = sum(max(0, file.size) for file in read)
+    known = sum(min(file.offset, max(0, file.size)) for file in read)
     _tell(Progress(groups=groups, bytes=known, total_bytes=total, done=known == total))
 
 
@@ -135,12 +135,12 @@ class Indexer:
         new = [file for file in files if self._seen.get(file.path) != stats[file.path]]
         documents = Documents()
         run = ""
-        for one in new:
-            if one.run != run:
-                self._add(_number(known, one), run, documents)
-                run = one.run
-            self._read_file(one, known, documents)
-            self._seen[one.path] = stats[one.path]
+        for viewed in new:
+            if viewed.run != run:
+                self._add(_number(known, viewed), run, documents)
+                run = viewed.run
+            self._read_file(viewed, known, documents)
+            self._seen[viewed.path] = stats[viewed.path]
         if new:
             self._add(_number(known, new[-1]), run, documents)
             self._index.commit()
@@ -157,30 +157,30 @@ class Indexer:
         )
 
     def _read_file(
-        self, one: ViewedFile, known: dict[str, tuple[int, FileState]], documents: Documents
+        self, file: ViewedFile, known: dict[str, tuple[int, FileState]], documents: Documents
     ) -> None:
-        path = Path(one.path)
-        number = _number(known, one)
-        before = known.get(one.path, (number, FileState()))[1]
-        known[one.path] = (number, before)
+        path = Path(file.path)
+        number = _number(known, file)
+        before = known.get(file.path, (number, FileState()))[1]
+        known[file.path] = (number, before)
         scan = FileScan(path, before.offset, before.line)
         if before.offset and (scan.is_compressed or scan.is_document):
             return  # it was read to its end, and does not grow
-        names = (one.run, one.part, one.baseline)
+        names = (file.run, file.part, file.baseline)
         for found in scan.found(documents):
-            self._index.add(number, one.run, found)
-            self._read[one.path] = scan.disk_bytes
+            self._index.add(number, file.run, found)
+            self._read[file.path] = scan.disk_bytes
             is_due = time.monotonic() - self._committed > _COMMIT_SECONDS
             if is_due and not documents.are_waiting:
                 # Half a compressed file cannot be gone on with: then the index is made anew.
                 state = FileState() if scan.is_compressed else _state(scan)
-                self._index.put_file(number, one.path, names, state)
+                self._index.put_file(number, file.path, names, state)
                 self._index.commit()
                 self._tell()
         if not scan.is_document:
-            self._add(number, one.run, documents)
-        self._read[one.path] = scan.disk_bytes
-        self._index.put_file(number, one.path, names, _state(scan))
+            self._add(number, file.run, documents)
+        self._read[file.path] = scan.disk_bytes
+        self._index.put_file(number, file.path, names, _state(scan))
 
     def _add(self, number: int, run: str, documents: Documents) -> None:
         for found in documents.flush():
@@ -203,8 +203,8 @@ class Indexer:
         self._on_progress(self.progress(done=done))
 
 
-def _number(known: dict[str, tuple[int, FileState]], one: ViewedFile) -> int:
-    return known[one.path][0] if one.path in known else len(known)
+def _number(known: dict[str, tuple[int, FileState]], file: ViewedFile) -> int:
+    return known[file.path][0] if file.path in known else len(known)
 
 
 def _state(scan: FileScan) -> FileState:

@@ -111,7 +111,7 @@ def _facts(line: _Line, place: str) -> LineFacts:
         completion_tokens=sum(rollout.usage.completion_tokens for rollout in rollouts),
         truncated=sum(rollout.truncated for rollout in rollouts),
         seconds=max((rollout.usage.seconds for rollout in rollouts), default=0.0),
-        flags=sorted({flag for one in rollouts for flag in one.flags}),
+        flags=sorted({flag for rollout in rollouts for flag in rollout.flags}),
         ends=dict(Counter(rollout.usage.ended_by for rollout in rollouts)),
     )
     return LineFacts(
@@ -361,7 +361,7 @@ def _other(conversation: Json) -> Json:
         "model": "",
         "messages": conversation["messages"],
         "tools": [],
-        "turns": sum(one.get("role") == "assistant" for one in conversation["messages"]),
+        "turns": sum(message.get("role") == "assistant" for message in conversation["messages"]),
         "completion_tokens": 0,
     }
 

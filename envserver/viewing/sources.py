@@ -47,8 +47,8 @@ class Viewed(msgspec.Struct, frozen=True):
         found: list[ViewedFile] = []
         for place, run in zip(self.places, self.runs, strict=True):
             found += _files(place, run if len(self.runs) > 1 else "")
-        for one in found:
-            _check_name(one.path)
+        for source in found:
+            _check_name(source.path)
         return found
 
 
@@ -103,9 +103,9 @@ def store_at(place: str) -> str:
 def _store_in(folder: Path) -> Path | None:
     if not folder.is_dir():
         return None
-    found = [one for one in sorted(folder.iterdir()) if one.is_file() and is_sqlite(one)]
-    found = [one for one in found if not one.name.endswith(".index")]
-    lines = any(one.name.endswith(ENDINGS) for one in folder.iterdir())
+    found = [path for path in sorted(folder.iterdir()) if path.is_file() and is_sqlite(path)]
+    found = [path for path in found if not path.name.endswith(".index")]
+    lines = any(path.name.endswith(ENDINGS) for path in folder.iterdir())
     return found[0] if len(found) == 1 and not lines else None
 
 
@@ -125,8 +125,8 @@ def _files(place: str, run: str) -> list[ViewedFile]:
 def _documents(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    found = sorted(one for one in folder.rglob("*.json") if not one.name.startswith("."))
-    return [one for one in found if one.name.lower() not in _NOT_DOCUMENTS and one.is_file()]
+    found = sorted(path for path in folder.rglob("*.json") if not path.name.startswith("."))
+    return [path for path in found if path.name.lower() not in _NOT_DOCUMENTS and path.is_file()]
 
 
 def _of_evaluation(folder: Path, run: str) -> list[ViewedFile]:
