@@ -133,8 +133,8 @@ def _sorted(arguments: str) -> str:
         return arguments
 
 
-def _same_words(one: str, other: str) -> bool:
-    return one.split() == other.split()
+def _same_words(text: str, other: str) -> bool:
+    return text.split() == other.split()
 
 
 def _appended(was: str, now: str, tail: str) -> Replay:
