@@ -239,12 +239,9 @@ async def _check_model(fleet: Fleet, model: str | None) -> None:
 
 
 def engine_list(fleet: Fleet) -> EngineList:
-    facts = [
-        msgspec.structs.asdict(replica)
-        for replica in sorted(fleet.shared(), key=lambda replica: replica.url)
-    ]
     engines = [
-        ToldEngine(**{name: fact[name] for name in ToldEngine.model_fields}) for fact in facts
+        ToldEngine.model_validate(replica, from_attributes=True)
+        for replica in sorted(fleet.shared(), key=lambda replica: replica.url)
     ]
     encoded = orjson.dumps([engine.model_dump() for engine in engines])
     return EngineList(id=hashlib.blake2b(encoded, digest_size=8).hexdigest(), engines=engines)
