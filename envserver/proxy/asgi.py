@@ -61,7 +61,7 @@ def context_limit(message: str) -> LimitReached | None:
     prompt, answer, most = (
         map(int, together.groups())
         if together
-        else (_number(one, message) for one in (_PROMPT, _ANSWER, _MOST))
+        else (_number(pattern, message) for pattern in (_PROMPT, _ANSWER, _MOST))
     )
     found = {"prompt_tokens": prompt, "answer_tokens": answer, "context_tokens": most}
     numbers = {name: number for name, number in found.items() if number is not None}
@@ -87,8 +87,10 @@ def _as_clients_know_it(message: str, numbers: dict[str, int]) -> str:
         return f"{_KNOWN} exceeded: {message}"
     answer = numbers.get("answer_tokens")
     if answer is not None and prompt <= most:
-        asked = f"you requested {prompt + answer} tokens ({prompt} in the messages, {answer} in the"
-        return f"{_KNOWN} {most} tokens. However, {asked} completion)."
+        requested = (
+            f"you requested {prompt + answer} tokens ({prompt} in the messages, {answer} in the"
+        )
+        return f"{_KNOWN} {most} tokens. However, {requested} completion)."
     return f"{_KNOWN} {most} tokens. However, your messages resulted in {prompt} tokens."
 
 

@@ -157,7 +157,9 @@ class ReachedLimits:
     def answered(self, agent: str | None) -> None:
         """Forgets refusals by the context limit and by hooks: the agent has adapted."""
         forgotten = [self._refused.pop((limit, agent), None) for limit in ("context", "refused")]
-        ending = any(one is not None and one.times >= MOST_REFUSALS for one in forgotten)
+        ending = any(
+            refusal is not None and refusal.times >= MOST_REFUSALS for refusal in forgotten
+        )
         if not ending or self._ends is None:
             return
         if all(other.times < MOST_REFUSALS for other in self._refused.values()):

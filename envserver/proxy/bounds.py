@@ -98,11 +98,13 @@ class Connections:
         if (over := len(self._open) - most) <= 0:
             return 0
         # The newcomer itself must go if all others are being answered.
-        go = [*islice((one for one in self._open if not one.is_answered), over)] or [connection]
+        go = [
+            *islice((candidate for candidate in self._open if not candidate.is_answered), over)
+        ] or [connection]
         error = over_bound("connections", f"More than {most} connections from one rollout.")
-        for one in go:
-            del self._open[one]
-            one.drop(error)
+        for dropped in go:
+            del self._open[dropped]
+            dropped.drop(error)
         return len(go)
 
     def discard(self, connection: Connection) -> None:

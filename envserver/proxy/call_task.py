@@ -90,28 +90,28 @@ def model_call(
     if not attempt.span.traceparent:
         return nullcontext(attempt.span)
     model = str(body.get("model", ""))
-    asked = chat_span(model, attempt.spec.rollout_id, agent, server, body)
+    attributes = chat_span(model, attempt.spec.rollout_id, agent, server, body)
     if attempt.span.texts:
-        asked |= inputs(request.messages, request.tools)
-    return within(attempt.span.child(f"chat {model}", asked, client=True))
+        attributes |= inputs(request.messages, request.tools)
+    return within(attempt.span.child(f"chat {model}", attributes, client=True))
 
 
 def note_answer(span: Span, engine_answer: EngineAnswer) -> None:
     if not span.traceparent:
         return
     choices = engine_answer.choices
-    prompts = [one.prompt_ids for one in choices if one.prompt_ids is not None]
+    prompts = [choice.prompt_ids for choice in choices if choice.prompt_ids is not None]
     if not prompts and engine_answer.prompt_ids is not None:
         prompts = [engine_answer.prompt_ids]
     span.note(
         {
             "gen_ai.response.model": engine_answer.model,
-            "gen_ai.response.finish_reasons": [one.finish_reason or "" for one in choices],
+            "gen_ai.response.finish_reasons": [choice.finish_reason or "" for choice in choices],
             **used_tokens(sum(map(len, prompts)), engine_answer.tokens()),
         }
     )
     if span.texts:
-        span.note(outputs((one.message, one.finish_reason) for one in choices))
+        span.note(outputs((choice.message, choice.finish_reason) for choice in choices))
 
 
 def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) -> None:
@@ -125,15 +125,15 @@ def note_tools(attempt: ProxyAttempt, agent: str | None, request: ModelRequest) 
     calls = last.message.get("tool_calls") if last is not None else None
     if last is None or not calls:
         return
-    asked = {call_id: (name, arguments) for name, call_id, arguments in map(tool_of, calls)}
+    called = {call_id: (name, arguments) for name, call_id, arguments in map(tool_of, calls)}
     offered = {tool_of(tool)[0] for tool in request.tools}  # others are words of the model
     began, now = last.started_at + last.seconds, time.time()
-    new = takewhile(lambda one: one.get("role") != "assistant", reversed(request.messages))
+    new = takewhile(lambda sent: sent.get("role") != "assistant", reversed(request.messages))
     for message in reversed(list(new)):
         call_id = name_of(message.get("tool_call_id"))
-        if message.get("role") != "tool" or call_id not in asked:
+        if message.get("role") != "tool" or call_id not in called:
             continue
-        name, arguments = asked[call_id]
+        name, arguments = called[call_id]
         name = name if name in offered else "unknown"
         about = tool_span(name, call_id, attempt.spec.rollout_id)
         if attempt.span.texts:
@@ -223,7 +223,7 @@ class CallTask:
         request, self._body = self._ready.body_for(request, self._route)
         self._sent = request
         images = await facts_of_all(urls_of(request.messages), self._attempt.in_flight.reading)
-        self._images = [one.sha256 for one in images]
+        self._images = [image.sha256 for image in images]
         self._prompt = await self._ready.plan(self._attempt, request, self._body.body, self._agent)
         if self._wants_experts and self._prompt.parent is not None:
             self._experts_start = first_unknown(self._attempt.calls[self._prompt.parent])
@@ -380,8 +380,8 @@ class CallTask:
                 model = self._route.model
                 if VERSION_PLACEHOLDER not in model or self._first_at is not None:
                     raise
-                asked = self._body.body["model"]
-                await missing_version.wait(error, asked, self._endpoint.model(model))
+                requested = self._body.body["model"]
+                await missing_version.wait(error, requested, self._endpoint.model(model))
 
     async def _sampled(self) -> tuple[dict[str, Any], EngineAnswer]:
         with self._sampling() as span:
@@ -579,8 +579,8 @@ class CallTask:
 def _is_usable(call: Call) -> bool:
     is_cut = not {"truncated_length", "finish_abort"}.isdisjoint(call.flags)
     parts = [*parts_of(call.message)]
-    calls = [one for one in parts if isinstance(one, ToolCall)]
+    calls = [part for part in parts if isinstance(part, ToolCall)]
     says = any(
-        isinstance(one, TextPart) and one.kind == "text" and one.text.strip() for one in parts
+        isinstance(part, TextPart) and part.kind == "text" and part.text.strip() for part in parts
     )
-    return not is_cut and (says or bool(calls)) and all(is_object(one.arguments) for one in calls)
+    return not is_cut and (says or bool(calls)) and all(is_object(call.arguments) for call in calls)

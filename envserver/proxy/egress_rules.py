@@ -88,9 +88,9 @@ class EgressRules:
     def check(self, host: str, port: int) -> None:
         """Raises EgressRefused if the host, or the port at it, is not on the list."""
         named = [
-            one
-            for one in self._allowed
-            if (host.endswith(one.suffix) if one.suffix else host == one.name)
+            rule
+            for rule in self._allowed
+            if (host.endswith(rule.suffix) if rule.suffix else host == rule.name)
         ]
         if not named:
             raise EgressRefused(
@@ -98,7 +98,7 @@ class EgressRules:
                 "host",
                 hint="Environment.egress lists the hosts that agents may reach.",
             )
-        if not any(port in _PORTS if one.port is None else port == one.port for one in named):
+        if not any(port in _PORTS if rule.port is None else port == rule.port for rule in named):
             raise EgressRefused(f"Port {port} of {host[:100]!r} may not be reached.", "port")
 
     async def addresses(self, host: str, port: int) -> list[str]:
@@ -110,8 +110,8 @@ class EgressRules:
             found = await loop.run_in_executor(self._resolving, ask)
         except (OSError, UnicodeError):
             raise EgressRefused(f"There is no host {host[:100]!r}.", "unknown_host") from None
-        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
-        public = [one for one in addresses if is_public(one)]
+        addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        public = [address for address in addresses if is_public(address)]
         if not public:
             raise EgressRefused(f"{host[:100]!r} does not resolve to a public address.", "address")
         return public
@@ -249,9 +249,9 @@ def _plain(method: bytes, target: bytes, headers: Headers, key: str) -> RequestH
     if url.scheme.lower() != "http" or url.fragment:
         raise BadHead("Only http:// addresses are forwarded; use CONNECT for others.")
     path = url.path or "/"
-    asked = path.encode() + (b"?" + url.query.encode() if url.query else b"")
+    request_target = path.encode() + (b"?" + url.query.encode() if url.query else b"")
     name = host.encode() + (b":%d" % port if port != 80 else b"")
-    first = b"%b %b HTTP/1.1" % (method, asked)
+    first = b"%b %b HTTP/1.1" % (method, request_target)
     return RequestHead(
         method=method.decode(),
         host=host,
@@ -277,7 +277,7 @@ def _lines(head: bytes) -> tuple[bytes, Headers]:
 def _head(first: bytes, headers: Headers, *, host: bytes = b"") -> bytes:
     """Returns a head without the headers that concern one connection only."""
     named = b",".join(value for name, value in headers if name.lower() == b"connection")
-    dropped = _OF_THE_CONNECTION | {one.strip().lower() for one in named.split(b",")}
+    dropped = _OF_THE_CONNECTION | {name.strip().lower() for name in named.split(b",")}
     # Without its length, a body would be read as the next request.
     dropped -= {b"content-length"}
     kept = [(name, value) for name, value in headers if name.lower() not in dropped]

@@ -393,7 +393,7 @@ class MissingVersion:
         self._since: float | None = None
         self._pauses = 0
 
-    async def wait(self, error: EngineRefused, asked: str, now: str) -> None:
+    async def wait(self, error: EngineRefused, requested: str, now: str) -> None:
         """Returns when the call may be sent again, or raises.
 
         `asked`: the model name that the engine refused with `error`; `now`: that of the current
@@ -403,11 +403,11 @@ class MissingVersion:
             raise error
         if self._since is None:
             self._since = time.monotonic()
-        if asked != now:
+        if requested != now:
             return
         if time.monotonic() - self._since > PATIENCE_SECONDS:
             raise EngineUnavailable(
-                f"The engine has no model {asked!r}: {error.message}",
+                f"The engine has no model {requested!r}: {error.message}",
                 hint="A trainer must load it, with `envserver_clients.weights.Lora` or "
                 "/v1/load_lora_adapter.",
             )

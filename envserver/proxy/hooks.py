@@ -101,9 +101,9 @@ class Hooks:
                 self.on_answer, attempt, request, agent, answer=message, choice=sampled.index
             )
             if call.refused:
-                for one in engine_answer.choices:
-                    one.returned = None
-                    one.hooked = HookEvent(at="answer", reason=call.reason, agent=agent)
+                for refused in engine_answer.choices:
+                    refused.returned = None
+                    refused.hooked = HookEvent(at="answer", reason=call.reason, agent=agent)
                 return call.reason
             if call.changes:
                 with _checking(attempt, "on_answer"):

@@ -75,7 +75,10 @@ class KeptRequest:
         self.messages, self.tools = request.messages, request.tools
         self.fields, self.body = request.fields, request.body
         known = earlier.are_texts[:shared] if earlier is not None else []
-        self.are_texts: list[bool] = [*known, *(_is_text(one, 4) for one in self.messages[shared:])]
+        self.are_texts: list[bool] = [
+            *known,
+            *(_is_text(message, 4) for message in self.messages[shared:]),
+        ]
         """Whether each message holds texts only: no equal one is written otherwise."""
         is_whole = earlier is not None and shared == len(earlier.messages)
         self.goes_on: KeptRequest | None = earlier if is_whole else None
@@ -84,8 +87,10 @@ class KeptRequest:
 
     def prefix(self, messages: list[Any]) -> int:
         """Returns how many messages both lists begin with."""
-        for at, (one, mine) in enumerate(zip(messages, self.messages, strict=False)):
-            if one is not mine and (one != mine or not (self.are_texts[at] or _alike(one, mine))):
+        for at, (message, mine) in enumerate(zip(messages, self.messages, strict=False)):
+            if message is not mine and (
+                message != mine or not (self.are_texts[at] or _alike(message, mine))
+            ):
                 return at
         return min(len(messages), len(self.messages))
 
@@ -135,7 +140,7 @@ class RecordedRequests:
         if not recorded:
             self._in_flight.keep(-request.size)
             return
-        latest = [one for one in self._latest if one is not request.goes_on]
+        latest = [earlier for earlier in self._latest if earlier is not request.goes_on]
         request.goes_on = None
         self._latest = [request, *latest[: _COMPARED - 1]]
 
@@ -150,13 +155,13 @@ class RecordedRequests:
     ) -> tuple[KeptRequest | None, int]:
         """Returns the request with which `messages` share most at their beginning, and how many."""
         best: tuple[KeptRequest | None, int] = (None, 0)
-        for one in self._latest:
-            if dialect is not None and one.dialect != dialect:
+        for earlier in self._latest:
+            if dialect is not None and earlier.dialect != dialect:
                 continue
-            shared = one.prefix(messages)
+            shared = earlier.prefix(messages)
             if best[0] is None or shared > best[1]:
-                best = (one, shared)
-            if shared == len(one.messages):
+                best = (earlier, shared)
+            if shared == len(earlier.messages):
                 break
         return best
 
@@ -183,19 +188,19 @@ def _is_text(value: Any, levels: int) -> bool:
     if levels == 0 or not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return all(_is_text(one, levels - 1) for one in inner)
+    return all(_is_text(item, levels - 1) for item in inner)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (one == other and _alike(one, other))
+def _same(value: Any, other: Any) -> bool:
+    return value is other or (value == other and _alike(value, other))
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _alike(value: Any, other: Any) -> bool:
     """Returns whether equal values are written alike in JSON: to Python 1, 1.0, true are equal."""
-    if type(one) is str:
+    if type(value) is str:
         return True
     try:
-        return orjson.dumps(one) == orjson.dumps(other)
+        return orjson.dumps(value) == orjson.dumps(other)
     except (TypeError, RecursionError):
         return False
 

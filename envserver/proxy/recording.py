@@ -171,7 +171,7 @@ def _images(
 def _folded(echoed: list[Any], images: list[ImageSpan] | None, context: CallContext) -> list[Any]:
     if not images or context.image_token is None:
         return echoed
-    return folded(echoed, [(one.offset, one.length) for one in images], context.image_token)
+    return folded(echoed, [(image.offset, image.length) for image in images], context.image_token)
 
 
 def _is_other(echoed: list[Any], images: list[ImageSpan] | None, context: CallContext) -> bool:
@@ -244,7 +244,9 @@ def _reported_versions(
         if not isinstance(span, dict):
             return None
         number, start, end = _number(span.get("version")), span.get("start"), span.get("end")
-        is_known = number >= 0 or (begun_before_any and all(one.version < 0 for one in found))
+        is_known = number >= 0 or (
+            begun_before_any and all(segment.version < 0 for segment in found)
+        )
         if not is_known or start != at or type(end) is not int or end < at:
             return None
         found.append(VersionSpan(number, at, end))

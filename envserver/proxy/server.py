@@ -189,12 +189,12 @@ class Proxy:
 
     def engine_described(self) -> dict[str, Any]:
         """Describes how the engines are called; `agents` has those of agents with their own."""
-        others = {name: one.described() for name, one in self.own_endpoints.items()}
+        others = {name: endpoint.described() for name, endpoint in self.own_endpoints.items()}
         return {**self._endpoint.described(), **({"agents": others} if others else {})}
 
     def engine_identity(self) -> dict[str, Any]:
         """Returns what the engines say of themselves and of their models, for the record."""
-        others = {name: one.identity() for name, one in self.own_endpoints.items()}
+        others = {name: endpoint.identity() for name, endpoint in self.own_endpoints.items()}
         return {**self._endpoint.identity(), **({"agents": others} if others else {})}
 
     @property
@@ -255,7 +255,7 @@ class Proxy:
         return key
 
     def running(self) -> dict[str, ProxyAttempt]:
-        return {one.spec.rollout_id: one for one in self._attempts.values()}
+        return {attempt.spec.rollout_id: attempt for attempt in self._attempts.values()}
 
     async def attempt_of(self, key: str) -> ProxyAttempt | None:
         attempt = self._attempts.get(key)
@@ -468,7 +468,7 @@ def _status(error: EnvserverError) -> int:
 
 
 def _api_of(path: str) -> DialectAdapter:
-    asked = f"v1/{path.rpartition('/v1/')[2]}/"
+    route = f"v1/{path.rpartition('/v1/')[2]}/"
     return next(
-        (dialect for known, dialect in DIALECTS.items() if asked.startswith(f"{known}/")), _CHAT
+        (dialect for known, dialect in DIALECTS.items() if route.startswith(f"{known}/")), _CHAT
     )

@@ -33,11 +33,11 @@ _TIMEOUT_SECONDS = 3600.0
 async def pass_through(
     engine: Engine, key: str, path: str, body: bytes, receive: Receive, send: Send
 ) -> None:
-    asked = parse_object(body)
-    asked["model"] = await engine.model_name()
-    request = EngineRequest(path, asked, key, _TIMEOUT_SECONDS)
+    fields = parse_object(body)
+    fields["model"] = await engine.model_name()
+    request = EngineRequest(path, fields, key, _TIMEOUT_SECONDS)
     async with Interrupts(receive, _TIMEOUT_SECONDS) as interrupts:
-        if not asked.get("stream"):
+        if not fields.get("stream"):
             answer = await engine.post(request)
             interrupts.stop_watching()
             await send_json(send, 200, answer)

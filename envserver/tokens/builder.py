@@ -124,7 +124,7 @@ class TrainedRow(Protocol):
 
 def trained_ids(rows: Iterable[TrainedRow]) -> list[int] | None:
     parts = [row.tokens[row.mask.astype(bool)].tolist() for row in rows]
-    return [one for part in parts for one in part] if parts else None
+    return [token_id for part in parts for token_id in part] if parts else None
 
 
 def all_flags(calls: list[Call], sequences: list[Sequence]) -> list[str]:

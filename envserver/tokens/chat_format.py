@@ -366,8 +366,8 @@ class ChatFormat:
         kept: KeptMessages | None = None,
     ) -> str:
         own = {name: value for name, value in kwargs.items() if name != "add_generation_prompt"}
-        asked = bool(kwargs.get("add_generation_prompt", True))
-        return self.render(messages, tools, own, generation_prompt=asked, kept=kept)
+        prompted = bool(kwargs.get("add_generation_prompt", True))
+        return self.render(messages, tools, own, generation_prompt=prompted, kept=kept)
 
     def prompt_ids(
         self,
@@ -403,7 +403,7 @@ def _read_templates(folder: Path) -> dict[str, str]:
     if isinstance(found, str):
         found = {"default": found}
     elif isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}
+        found = {entry["name"]: entry["template"] for entry in found}
     if not isinstance(found, dict) or not found:
         raise ConfigError(
             f"There is no chat template in {folder}.",
@@ -451,8 +451,10 @@ def agreeing(
     difference = _disagreement(first, echoes)
     if difference is None:
         return first, ""
-    others = (chat_format.with_defaults(one) for one in _candidates(chat_format))
-    found = next((one for one in others if _disagreement(one, echoes) is None), None)
+    others = (chat_format.with_defaults(candidate) for candidate in _candidates(chat_format))
+    found = next(
+        (candidate for candidate in others if _disagreement(candidate, echoes) is None), None
+    )
     if defaults is None:
         return found, "" if found else f"{difference} {_hint(chat_format)}"
     if found is not None:

@@ -91,12 +91,8 @@ def _part_text(part: Any) -> str:
     return canonical(part)
 
 
-def canonical(value: Any) -> str:
-    """Returns compact ASCII JSON. The order of keys is kept, since templates show it."""
-    return _compact(value)
-
-
-_compact = json.JSONEncoder(separators=(",", ":")).encode
+canonical = json.JSONEncoder(separators=(",", ":")).encode
+"""Returns compact ASCII JSON. The order of keys is kept, since templates show it."""
 
 
 def _call_of(call: Any) -> tuple[str, str, str]:
@@ -133,8 +129,8 @@ def _sorted(arguments: str) -> str:
         return arguments
 
 
-def _same_words(one: str, other: str) -> bool:
-    return one.split() == other.split()
+def _same_words(text: str, other: str) -> bool:
+    return text.split() == other.split()
 
 
 def _appended(was: str, now: str, tail: str) -> Replay:

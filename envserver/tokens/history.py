@@ -341,7 +341,7 @@ class History:
         """Describes the first message of `call` that the engine renders otherwise than we do."""
         ours, engines = plan.text or "", self.format.decode(call.prompt_ids.tolist())
         pairs = enumerate(zip(ours, engines, strict=False))
-        same = next((at for at, (one, other) in pairs if one != other), len(ours) - 1)
+        same = next((at for at, (mine, other) in pairs if mine != other), len(ours) - 1)
         for at, message in enumerate(call.messages[:-1]):
             try:
                 text = self.format.render(
@@ -407,7 +407,7 @@ def same_prompt(
         planned = format.tokens(plan.text)
     seen = prompt_ids
     if images and format.image_token is not None:
-        ranges = [(one.offset, one.length) for one in images]
+        ranges = [(image.offset, image.length) for image in images]
         seen = np.asarray(folded(prompt_ids.tolist(), ranges, format.image_token), np.int32)
     return np.array_equal(planned, seen)
 
@@ -515,7 +515,7 @@ class _Search:
             return call.prompt_ids
         if not call.images or self._format.image_token is None:
             raise Refused("image_places")
-        ranges = [(one.offset, one.length) for one in call.images]
+        ranges = [(image.offset, image.length) for image in call.images]
         ids = folded(call.prompt_ids.tolist(), ranges, self._format.image_token)
         return np.asarray(ids, np.int32)
 

@@ -171,7 +171,9 @@ def banned_tokens_of(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Returns the placeholders that must not be sampled: no medium is behind them."""
     found = {config[name] for name in _BANNED_FIELDS if isinstance(config.get(name), int)}
     size = (config.get("text_config") or config).get("vocab_size")
-    return tuple(sorted(one for one in found if not isinstance(size, int) or one < size))
+    return tuple(
+        sorted(token_id for token_id in found if not isinstance(size, int) or token_id < size)
+    )
 
 
 def is_image(part: Any) -> bool:
@@ -371,7 +373,7 @@ def spans(
 
 def images_before(images: Iterable[ImageSpan], end: int) -> list[tuple[str, int, int]]:
     """Returns what identifies the images that begin before position `end`."""
-    return [(one.sha256, one.offset, one.length) for one in images if one.offset < end]
+    return [(image.sha256, image.offset, image.length) for image in images if image.offset < end]
 
 
 def _split(ids: Sequence[int], token: int) -> list[list[int]]:

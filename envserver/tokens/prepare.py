@@ -151,8 +151,8 @@ class KeptMessages:
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> int:
-    for at, (one, other) in enumerate(zip(some, others, strict=False)):
-        if one is not other:
+    for at, (item, other) in enumerate(zip(some, others, strict=False)):
+        if item is not other:
             return at
     return min(len(some), len(others))
 

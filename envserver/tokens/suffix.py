@@ -188,9 +188,9 @@ def _find_opener(format: ChatFormat, turn: Turn) -> str:
     return without_space(opener) if any(map(str.isalnum, opener)) else ""
 
 
-def _shared(one: str, other: str) -> str:
-    pairs = enumerate(zip(one, other, strict=False))
-    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+def _shared(text: str, other: str) -> str:
+    pairs = enumerate(zip(text, other, strict=False))
+    return text[: next((at for at, (a, b) in pairs if a != b), min(len(text), len(other)))]
 
 
 def without_space(text: str) -> str:
@@ -229,12 +229,12 @@ def _marked(message: Message, word: str, words: list[str]) -> Message:
 
 
 def _key(turn: Turn, head: str) -> bytes:
-    asked = [_role(message) for message in turn.history]
+    roles = [_role(message) for message in turn.history]
     given = [_role(message) for message in turn.new]
     names = sorted(turn.assistant)
     said = (_role(turn.assistant), bool(turn.assistant.get("content")), names)
     variables = json.dumps(dict(turn.kwargs), sort_keys=True, default=repr) if turn.kwargs else ""
-    shape = repr((asked, said, given, bool(turn.tools), variables, head))
+    shape = repr((roles, said, given, bool(turn.tools), variables, head))
     return hashlib.blake2b(shape.encode(errors="surrogatepass"), digest_size=16).digest()
 
 

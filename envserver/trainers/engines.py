@@ -56,7 +56,7 @@ class EngineBook:
 
     async def tell_version(self, named: Sequence[str], version: int) -> None:
         """Notes that the engines with these ids or addresses serve `version`."""
-        for replica in [self.fleet.named(one) for one in named]:
+        for replica in [self.fleet.named(name) for name in named]:
             self.fleet.tell_version(replica, version)
         await self.save()
 
@@ -129,7 +129,7 @@ def engine_routes(book: EngineBook, rows: Rows) -> APIRouter:
     fleet = book.fleet
 
     def shown(replica: Replica, status: int = 200, **more: Any) -> Response:
-        row = next((one for one in rows() if one["id"] == replica.id), {"id": replica.id})
+        row = next((listed for listed in rows() if listed["id"] == replica.id), {"id": replica.id})
         return json_answer({"engine": row, **more}, status)
 
     @router.post(
@@ -239,7 +239,9 @@ async def _check_model(fleet: Fleet, model: str | None) -> None:
 
 
 def engine_list(fleet: Fleet) -> EngineList:
-    facts = [msgspec.structs.asdict(one) for one in sorted(fleet.shared(), key=lambda one: one.url)]
-    engines = [ToldEngine(**{name: one[name] for name in ToldEngine.model_fields}) for one in facts]
-    encoded = orjson.dumps([one.model_dump() for one in engines])
+    engines = [
+        ToldEngine.model_validate(replica, from_attributes=True)
+        for replica in sorted(fleet.shared(), key=lambda replica: replica.url)
+    ]
+    encoded = orjson.dumps([engine.model_dump() for engine in engines])
     return EngineList(id=hashlib.blake2b(encoded, digest_size=8).hexdigest(), engines=engines)

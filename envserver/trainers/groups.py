@@ -117,7 +117,7 @@ async def find(
     while len(found) < limit and searched < _MOST_READ:
         most = min(_AT_A_TIME, limit - len(found), _MOST_READ - searched)
         page = await store.list_groups(query, cursor, most)
-        bodies = await _bodies(store, [one.row.group_id for one in page.groups])
+        bodies = await _bodies(store, [group.row.group_id for group in page.groups])
         found += await asyncio.to_thread(_those, page.groups, bodies, words)
         searched += len(page.groups)
         cursor = page.cursor
@@ -133,7 +133,7 @@ async def _bodies(store: GroupLookups, group_ids: list[str]) -> list[tuple[int, 
     except (InputError, NotFoundError):
         if len(group_ids) == 1:
             return [_UNREADABLE]
-    return [body for one in group_ids for body in await _bodies(store, [one])]
+    return [body for group_id in group_ids for body in await _bodies(store, [group_id])]
 
 
 def _those(
@@ -141,18 +141,18 @@ def _those(
 ) -> list[ListedGroup]:
     needle = orjson.dumps(words)[1:-1].lower()
     return [
-        one
-        for one, (encoding, data) in zip(groups, bodies, strict=True)
-        if needle in _texts(one, encoding, data, words.encode().lower()).lower()
+        group
+        for group, (encoding, data) in zip(groups, bodies, strict=True)
+        if needle in _texts(group, encoding, data, words.encode().lower()).lower()
     ]
 
 
-def _texts(one: ListedGroup, encoding: int, data: bytes, words: bytes) -> bytes:
+def _texts(group: ListedGroup, encoding: int, data: bytes, words: bytes) -> bytes:
     try:
         body = decode(encoding, data)
     except DamagedBody:
         return b""
-    if one.row.format == "atropos":
+    if group.row.format == "atropos":
         return orjson.dumps(orjson.loads(body).get("messages"))
     if words not in body.lower():  # a packed group holds texts as they are
         return b""
@@ -223,10 +223,10 @@ def add_group_routes(router: APIRouter, store: GroupLookups, encoder: GroupEncod
         return Response(await encoder.group_as_json(row), media_type="application/json")
 
 
-def summary(one: ListedGroup) -> dict[str, Any]:
+def summary(group: ListedGroup) -> dict[str, Any]:
     # Omit the lease id: anyone who knows it could acknowledge the lease.
-    summary = msgspec.convert(one.row, GroupSummary, from_attributes=True)
-    facts = msgspec.structs.asdict(one.facts) if one.facts is not None else {}
+    summary = msgspec.convert(group.row, GroupSummary, from_attributes=True)
+    facts = msgspec.structs.asdict(group.facts) if group.facts is not None else {}
     return msgspec.structs.asdict(summary) | facts
 
 
@@ -346,7 +346,7 @@ def _columns(row: Row, model: str, start: int, count: int) -> dict[str, Any]:
         "start": start,
         "length": row.tokens.size,
         "ids": ids,
-        "texts": [text_of(one) for one in ids],
+        "texts": [text_of(token_id) for token_id in ids],
         "mask": row.mask[part].tolist(),
         "logprobs": row.logprobs[part].tolist(),
         "versions": row.versions[part].tolist(),

@@ -323,7 +323,9 @@ class LeaseStream:
     def _fresh_id(self) -> str:
         """Returns an id greater than all earlier ones, even if the clock goes back."""
         of_seen = self._seen.rpartition(".")[2]
-        least = max([self._last_number, *(int(one.rpartition(".")[2]) for one in self._open)])
+        least = max(
+            [self._last_number, *(int(lease_id.rpartition(".")[2]) for lease_id in self._open)]
+        )
         if of_seen.isdecimal():
             least = max(least, int(of_seen))
         self._last_number = max(time.time_ns(), least + 1)

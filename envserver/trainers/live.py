@@ -139,7 +139,9 @@ class FailureLog:
 
     def _fault_of_group(self, group_id: str) -> Fault:
         latest = islice(reversed(self._rows), MOST_ROWS)
-        return next((one.fault for one in latest if one.group_id == group_id), "environment")
+        return next(
+            (failure.fault for failure in latest if failure.group_id == group_id), "environment"
+        )
 
     def reported(
         self, environment: str, runner: str, failures: Mapping[str, int], drops: Mapping[str, int]
@@ -161,10 +163,10 @@ class FailureLog:
                 )
 
     def set_aside(self, groups: Sequence[GroupRow], reason: str) -> None:
-        for one in groups[:_MOST_ALIKE]:
+        for group in groups[:_MOST_ALIKE]:
             self.add(
-                environment=one.env,
-                group_id=one.group_id,
+                environment=group.env,
+                group_id=group.group_id,
                 kind="set_aside",
                 fault="trainer",
                 message=reason,
@@ -246,27 +248,29 @@ class EngineSource(msgspec.Struct, frozen=True):
         published, now = self.version(), time.time()
         return [
             {
-                "id": one.id,
+                "id": replica.id,
                 "name": self.name,
-                "url": one.base_url,
+                "url": replica.base_url,
                 "model": self.model,
-                "calls": one.in_flight,
-                "waiting": one.waiting,
-                "limit": one.limit,
-                "breaker": one.state.replace("_", "-"),
-                "errors": one.errors,
-                "calls_total": one.calls,
-                "seconds_p50": one.seconds_p50,
-                "seconds_p95": one.seconds_p95,
-                "weights_version": _known(published if one.follows else one.version),
-                "ready": one.healthy,
-                "reason": one.reason,
-                "origin": one.origin,
-                "standing": one.standing,
-                "rollouts": one.rollouts,
-                "expires_in_seconds": None if one.expires_at is None else one.expires_at - now,
+                "calls": replica.in_flight,
+                "waiting": replica.waiting,
+                "limit": replica.limit,
+                "breaker": replica.state.replace("_", "-"),
+                "errors": replica.errors,
+                "calls_total": replica.calls,
+                "seconds_p50": replica.seconds_p50,
+                "seconds_p95": replica.seconds_p95,
+                "weights_version": _known(published if replica.follows else replica.version),
+                "ready": replica.healthy,
+                "reason": replica.reason,
+                "origin": replica.origin,
+                "standing": replica.standing,
+                "rollouts": replica.rollouts,
+                "expires_in_seconds": None
+                if replica.expires_at is None
+                else replica.expires_at - now,
             }
-            for one in self.engine.replicas()
+            for replica in self.engine.replicas()
         ]
 
 
@@ -314,7 +318,7 @@ class Live:
         self.feed.publish("alarm", alarm.facts() | {"active": begins})
 
     def sampled(self, now: float, numbers: Numbers) -> None:
-        series = [(one.name, dict(one.labels), value) for one, value in numbers.items()]
+        series = [(metric.name, dict(metric.labels), value) for metric, value in numbers.items()]
         self.feed.publish("sample", {"time": now, "series": series})
 
 
@@ -338,12 +342,12 @@ async def tell_groups(feed: Feed, groups: GroupLookups, last: int) -> None:
     rows = []
     if last - seen <= MOST_ALONE:
         page = await groups.list_groups(GroupQuery(after=seen), "", last - seen)
-        rows = [one for one in page.groups if one.row.seq <= last]
+        rows = [group for group in page.groups if group.row.seq <= last]
     if len(rows) < last - seen:  # many, or some were removed already
         feed.publish("groups", missed(seen, last), seq=last)
         return
-    for one in rows:
-        feed.publish("group", summary(one), seq=one.row.seq)
+    for group in rows:
+        feed.publish("group", summary(group), seq=group.row.seq)
 
 
 class Follower:
@@ -463,7 +467,7 @@ def live_routes(
         """Lists the rollouts of groups that this server plays now. Joined runners have their own,
         of which the server knows only how many groups are open."""
         found, total = live.running(environment, limit)
-        rows, now = [msgspec.structs.asdict(one) for one in found], time.time()
+        rows, now = [msgspec.structs.asdict(row) for row in found], time.time()
         for row in rows:
             row["seconds"] = max(0.0, now - row.pop("since"))
         return json_answer({"rollouts": rows, "total": total})
@@ -474,7 +478,7 @@ def live_routes(
         shown: who knows one could acknowledge it."""
         found, total = await store.leased_groups(run, limit)
         return json_answer(
-            {"leases": [msgspec.structs.asdict(one) for one in found], "total": total}
+            {"leases": [msgspec.structs.asdict(lease) for lease in found], "total": total}
         )
 
     return router

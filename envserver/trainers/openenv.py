@@ -166,10 +166,10 @@ class Session:
     async def step(self, action: Action) -> Answer:
         if action.type == "list_tools":
             return await self._list_tools()
-        episode, asked = self._current()
+        episode, question = self._current()
         episode.answer(self._message(action))
         self._steps += 1
-        answer = await self._next(episode, seen=len(asked.messages))
+        answer = await self._next(episode, seen=len(question.messages))
         if action.type == "call_tool":
             text = answer.observation["text"]
             answer.observation |= {"tool_name": action.tool_name, "result": text, "error": None}
@@ -212,8 +212,8 @@ class Session:
                 outcome=Outcome(
                     rewards=found.rewards,
                     turn_rewards=[
-                        {"agent": one.agent, "call": one.call, "value": one.value}
-                        for one in found.turns
+                        {"agent": turn.agent, "call": turn.call, "value": turn.value}
+                        for turn in found.turns
                     ],
                     components=found.components,
                     limit=found.limit,
@@ -272,7 +272,7 @@ def failure_text(error: EnvserverError) -> str:
 def _newest(messages: list[Message], seen: int) -> str:
     """Returns the text of the messages after the last turn, or of all at the beginning."""
     if seen and len(messages) > seen:
-        messages = [one for one in messages[seen:] if one.get("role") != "assistant"]
+        messages = [message for message in messages[seen:] if message.get("role") != "assistant"]
     return "\n\n".join(filter(None, map(text_of, messages)))
 
 

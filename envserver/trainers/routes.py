@@ -148,7 +148,7 @@ def native_routes(
     that a trainer cannot use, and its reason."""
 
     def present() -> set[str]:
-        joined = {one.env for one in runners.table.known.values()}
+        joined = {runner.env for runner in runners.table.known.values()}
         return joined | atropos.environment_names() | set(orders.names if orders else ())
 
     def evaluated() -> bool:

@@ -122,7 +122,7 @@ def add_run_routes(router: APIRouter, store: Store, leasing: Leasing) -> None:
         """Lists the checkpoints that the run's acks named, oldest first, each with the number of
         groups acknowledged up to it."""
         await store.get_run(run)
-        found = [msgspec.structs.asdict(one) for one in await store.checkpoints(run)]
+        found = [msgspec.structs.asdict(checkpoint) for checkpoint in await store.checkpoints(run)]
         return json_answer({"checkpoints": found})
 
 

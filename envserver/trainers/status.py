@@ -207,7 +207,7 @@ def add_status_routes(
                     name: msgspec.structs.asdict(backlog)
                     for name, backlog in (await store.backlogs()).items()
                 },
-                "damaged": [msgspec.structs.asdict(one) for one in await damaged()],
+                "damaged": [msgspec.structs.asdict(group) for group in await damaged()],
                 "atropos": atropos.snapshot(),
                 "joined": joined(),
                 "server": status() if status is not None else {},
@@ -228,7 +228,7 @@ def add_alarm_routes(router: APIRouter, book: AlarmBook) -> None:
     @router.get("/v1/alarms", **route(AlarmsAnswer, what="The active alarms."))
     async def alarms() -> Response:
         """Returns what is wrong now. It is checked every ten seconds."""
-        listed = [one.facts() for one in book.active]
+        listed = [rollout.facts() for rollout in book.active]
         return json_answer({"alarms": listed, "checked_at": book.checked_at})
 
 

@@ -208,9 +208,9 @@ def either(*checks: Check) -> Check:
     """Returns the check for a value that passes one of `checks`; the last one's error counts."""
 
     def check(value: Any, place: str) -> None:
-        for one in checks[:-1]:
+        for check in checks[:-1]:
             try:
-                return one(value, place)
+                return check(value, place)
             except InputError:
                 continue
         return checks[-1](value, place)
@@ -228,7 +228,7 @@ def instance(*types: type, what: str) -> Check:
 
 def one_of(*values: Any) -> Check:
     def check(value: Any, place: str) -> None:
-        if not any(type(value) is type(one) and value == one for one in values):
+        if not any(type(value) is type(known) and value == known for known in values):
             raise bad(place, f"must be {' or '.join(map(str, values))}")
 
     return check
@@ -468,7 +468,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 def is_ignored(name: str) -> bool:
     """Whether a field of no table is ignored: it steers no engine and is in no other API."""
     tables = (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-    known = (name in (*one.engine, *one.read, *one.refused) for one in tables)
+    known = (name in (*table.engine, *table.read, *table.refused) for table in tables)
     return name in _MEANINGLESS or not (name in _STEERING or any(known))
 
 

@@ -267,7 +267,7 @@ def check_media(messages: list[Message], limits: TokensConfig) -> None:
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     held = [part[part["type"]] for part in parts if part["type"].endswith(("_url", "_audio"))]
-    sizes = [len(one.get("url") or one["data"]) * 3 // 4 for one in held]
+    sizes = [len(medium.get("url") or medium["data"]) * 3 // 4 for medium in held]
     if len(sizes) > limits.max_media:
         raise _over(f"{len(sizes)} images, audio and videos", limits.max_media, "max_media")
     for number, size in enumerate(sizes, 1):

@@ -78,7 +78,7 @@ def _functions(body: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             case "namespace":
                 string(tool, "name", place)
                 inner = enumerate(objects(tool, "tools", needed=True))
-                functions = [(one, f"{place}.tools[{number}]") for number, one in inner]
+                functions = [(function, f"{place}.tools[{number}]") for number, function in inner]
             case kind:
                 raise unsupported(kind, place, _NOT_OWN)
         for function, at in functions:

@@ -192,7 +192,8 @@ class SentPrompt(NamedTuple):
 def image_ranges(holder: ChatAnswer, where: str) -> list[Range]:
     places = require(require(holder, "mm_placeholders", dict, where), "image", list, where)
     return [
-        (require(one, "offset", int, where), require(one, "length", int, where)) for one in places
+        (require(place, "offset", int, where), require(place, "length", int, where))
+        for place in places
     ]
 
 
