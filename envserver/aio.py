@@ -20,15 +20,6 @@ from .running.python_api import (
 )
 
 __all__ = [
-    "ProcessResult",
-    "ScoreResult",
-    "Server",
-    "evaluate",
-    "groups",
-    "process",
-    "replay",
-    "rescore",
-    "score",
-    "serve",
-    "verify",
-]
+    "ProcessResult", "ScoreResult", "Server", "evaluate", "groups", "process", "replay", "rescore",
+    "score", "serve", "verify",
+]  # fmt: skip

@@ -24,19 +24,9 @@ if TYPE_CHECKING:
     from .video.env import Video
 
 __all__ = [
-    "Code",
-    "Gaia",
-    "Kuhn",
-    "Math",
-    "Mhqa",
-    "ProposerSolver",
-    "Router",
-    "Scenarios",
-    "Swe",
-    "Tau",
-    "TwentyQuestions",
-    "Video",
-]
+    "Code", "Gaia", "Kuhn", "Math", "Mhqa", "ProposerSolver", "Router", "Scenarios", "Swe", "Tau",
+    "TwentyQuestions", "Video",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

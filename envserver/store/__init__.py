@@ -26,21 +26,9 @@ if TYPE_CHECKING:
     from .sql import Store, open_store
 
 __all__ = [
-    "ATROPOS_RUN",
-    "UNKNOWN_VERSION",
-    "Checkpoint",
-    "Compacted",
-    "DamagedGroup",
-    "Delivery",
-    "GroupPut",
-    "GroupRow",
-    "GroupState",
-    "Lease",
-    "Run",
-    "RunState",
-    "Store",
-    "open_store",
-]
+    "ATROPOS_RUN", "UNKNOWN_VERSION", "Checkpoint", "Compacted", "DamagedGroup", "Delivery",
+    "GroupPut", "GroupRow", "GroupState", "Lease", "Run", "RunState", "Store", "open_store",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

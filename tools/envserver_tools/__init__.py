@@ -44,29 +44,11 @@ _MODULES = {
 }
 
 __all__ = [
-    "CALCULATE",
-    "LoopEnd",
-    "PRELOAD",
-    "ProtocolRun",
-    "Tool",
-    "ToolError",
-    "ToolResult",
-    "as_smolagents",
-    "calculate",
-    "call_tool",
-    "chat_with_tools",
-    "describe_tools",
-    "descriptions",
-    "function_tool",
-    "parse_message",
-    "read_patch",
-    "run_protocol",
-    "run_tool_call",
-    "sandbox_tools",
-    "toolbox",
-    "use_tool",
-    "visible_text",
-]
+    "CALCULATE", "LoopEnd", "PRELOAD", "ProtocolRun", "Tool", "ToolError", "ToolResult",
+    "as_smolagents", "calculate", "call_tool", "chat_with_tools", "describe_tools", "descriptions",
+    "function_tool", "parse_message", "read_patch", "run_protocol", "run_tool_call",
+    "sandbox_tools", "toolbox", "use_tool", "visible_text",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -15,15 +15,6 @@ from .push import Published, WeightPush
 from .transfer import Transfer, Wire
 
 __all__ = [
-    "LocalFull",
-    "Lora",
-    "PromptCheck",
-    "Published",
-    "Timeouts",
-    "Transfer",
-    "VllmFull",
-    "WeightPush",
-    "WeightsMismatch",
-    "WeightsNotSaved",
-    "Wire",
-]
+    "LocalFull", "Lora", "PromptCheck", "Published", "Timeouts", "Transfer", "VllmFull",
+    "WeightPush", "WeightsMismatch", "WeightsNotSaved", "Wire",
+]  # fmt: skip

@@ -12,20 +12,7 @@ from .serving import KEY_VARIABLE, remote_tools, services_of
 from .web import DESCRIPTIONS, LEAK, LEAK_SEEN, Viewer, Web, WebSettings, web_tools
 
 __all__ = [
-    "DESCRIPTIONS",
-    "FetchLimits",
-    "Metrics",
-    "NotRecorded",
-    "ProviderFailed",
-    "Recorder",
-    "Store",
-    "KEY_VARIABLE",
-    "LEAK",
-    "LEAK_SEEN",
-    "Viewer",
-    "Web",
-    "WebSettings",
-    "remote_tools",
-    "services_of",
-    "web_tools",
-]
+    "DESCRIPTIONS", "FetchLimits", "Metrics", "NotRecorded", "ProviderFailed", "Recorder", "Store",
+    "KEY_VARIABLE", "LEAK", "LEAK_SEEN", "Viewer", "Web", "WebSettings", "remote_tools",
+    "services_of", "web_tools",
+]  # fmt: skip
