@@ -8,14 +8,6 @@ from .http import BatchLimits, EnvClient, NotAllowed, Retries, ServerUnreachable
 from .records import Batch, ClientGroup, Row
 
 __all__ = [
-    "Batch",
-    "ClientGroup",
-    "EnvClient",
-    "GroupSummary",
-    "NotAllowed",
-    "Retries",
-    "Row",
-    "ServerUnreachable",
-    "SyncEnvClient",
-    "BatchLimits",
-]
+    "Batch", "ClientGroup", "EnvClient", "GroupSummary", "NotAllowed", "Retries", "Row",
+    "ServerUnreachable", "SyncEnvClient", "BatchLimits",
+]  # fmt: skip

@@ -39,10 +39,5 @@ from .protocol import BatchLimits, NotAllowed, Retries, ServerUnreachable
 from .sync import SyncEnvClient
 
 __all__ = [
-    "EnvClient",
-    "NotAllowed",
-    "Retries",
-    "ServerUnreachable",
-    "SyncEnvClient",
-    "BatchLimits",
-]
+    "EnvClient", "NotAllowed", "Retries", "ServerUnreachable", "SyncEnvClient", "BatchLimits",
+]  # fmt: skip

@@ -12,13 +12,8 @@ if TYPE_CHECKING:
     from .unified import problems_of, problems_of_trace
 
 __all__ = [
-    "StoredRollout",
-    "group_line",
-    "group_of",
-    "problems_of",
-    "problems_of_trace",
-    "read_groups",
-]
+    "StoredRollout", "group_line", "group_of", "problems_of", "problems_of_trace", "read_groups",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,

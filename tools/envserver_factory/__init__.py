@@ -13,16 +13,8 @@ if TYPE_CHECKING:
     from .trajectories import convert, validate
 
 __all__ = [
-    "Merged",
-    "Options",
-    "Recipe",
-    "Vector",
-    "convert",
-    "format_of",
-    "merge",
-    "upload",
-    "validate",
-]
+    "Merged", "Options", "Recipe", "Vector", "convert", "format_of", "merge", "upload", "validate",
+]  # fmt: skip
 
 __getattr__ = lazy_names(
     __name__,

@@ -28,27 +28,11 @@ from envserver.tools.calling import (
 )
 
 __all__ = [
-    "CUT_MARKER",
-    "MAX_RESULT_CHARACTERS",
-    "StrictDecoder",
-    "Tool",
-    "ToolError",
-    "ToolResult",
-    "call_tool",
-    "check_characters",
-    "checked_arguments",
-    "checked_call",
-    "cut",
-    "descriptions",
-    "function_tool",
-    "refused",
-    "run_tool_call",
-    "toolbox",
-    "described",
-    "integer",
-    "use_tool",
+    "CUT_MARKER", "MAX_RESULT_CHARACTERS", "StrictDecoder", "Tool", "ToolError", "ToolResult",
+    "call_tool", "check_characters", "checked_arguments", "checked_call", "cut", "descriptions",
+    "function_tool", "refused", "run_tool_call", "toolbox", "described", "integer", "use_tool",
     "visible_text",
-]
+]  # fmt: skip
 
 
 def visible_text(text: str) -> str | None:

@@ -20,13 +20,6 @@ from .reading import (
 )
 
 __all__ = [
-    "DocumentError",
-    "DocumentReader",
-    "Limits",
-    "Text",
-    "document_tools",
-    "page_of",
-    "preload",
-    "read_bytes",
-    "to_text",
-]
+    "DocumentError", "DocumentReader", "Limits", "Text", "document_tools", "page_of", "preload",
+    "read_bytes", "to_text",
+]  # fmt: skip
