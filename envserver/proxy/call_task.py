@@ -237,11 +237,8 @@ class CallTask:
 
     async def _fitting(self, wanted: int | None, most: int) -> int | None:
         """Returns how many of the `wanted` tokens an answer may have so that its row has at most
-        `most`; None: as many as the engine gives.
-
-        Raises:
-            EngineRefused: not even one. It reads like an engine's own, since agents' clients
-                shorten their conversation then.
+        `most`; None: as many as the engine gives. If none fits, it raises what an engine would, so
+        that agents' clients shorten their conversation.
         """
         plan, context = self._prompt, self._ready.max_model_len
         # The engine's context ends an answer that has no limit; a limit beyond it is refused.
