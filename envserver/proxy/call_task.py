@@ -154,8 +154,6 @@ _AWAY = Backoff(1.0, max_seconds=15.0, jitter=(0.5, 1.0))
 _PATIENCE = 0.9
 """Share of an attempt's time left for which a call waits for an engine that is away: the agent must
 still see the failure, not the end of its time."""
-_MOST_BYTES = 4
-"""Of a character in UTF-8."""
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -245,7 +243,8 @@ class CallTask:
         ends_first = context is not None and most < context
         if plan.ids is None and (wanted is not None or not ends_first):
             shown = plan.text or f"{self._sent.messages}{self._sent.tools}{self._sent.prompt}"
-            if _MOST_BYTES * len(shown) + (wanted or 1) <= most:
+            room = most - (wanted or 1)
+            if len(shown) <= room and len(shown.encode("utf-8", "surrogatepass")) <= room:
                 return wanted  # a token has at least one byte
         try:
             prompt = await self._ready.prompt_tokens(
