@@ -137,21 +137,21 @@ async def run_harness(
     )
     documents = sum(harvest.documents for harvest in found)
     before = 0
-    for harvest in found:
+    for done in found:
         run = HarnessRun(
-            task=harvest.task,
+            task=done.task,
             model=model,
             simulated=order.asked.model == SIMULATED,
             settings=order.settings,
-            facts=harvest.facts,
-            prompt_tokens=_share(spent.prompt_tokens, before, harvest.documents, documents),
-            completion_tokens=_share(spent.completion_tokens, before, harvest.documents, documents),
-            seconds=spent.seconds * harvest.documents / documents,
-            documents=harvest.documents,
+            facts=done.facts,
+            prompt_tokens=_share(spent.prompt_tokens, before, done.documents, documents),
+            completion_tokens=_share(spent.completion_tokens, before, done.documents, documents),
+            seconds=spent.seconds * done.documents / documents,
+            documents=done.documents,
             finished_at=time.time(),
         )
-        before += harvest.documents
-        _file(order, harvest, run)
+        before += done.documents
+        _file(order, done, run)
     return [harvest.task for harvest in found]
 
 
