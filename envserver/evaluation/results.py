@@ -222,9 +222,9 @@ def facts_of(group_id: str, task: Task) -> TaskFacts:
     )
 
 
-def digest_of(asked: object) -> str:
+def digest_of(task: object) -> str:
     """Returns a digest of JSON-like data, the same for equal data."""
-    text = orjson.dumps(asked, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    text = orjson.dumps(task, default=str, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 

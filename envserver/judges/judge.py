@@ -77,16 +77,16 @@ async def rubric_marks(
 def rubric_messages(
     question: str, answer: str, criteria: Mapping[str, str], reference: str | None = None
 ) -> list[Message]:
-    asked: dict[str, Any] = {"question": question, "answer": answer, "criteria": dict(criteria)}
+    request: dict[str, Any] = {"question": question, "answer": answer, "criteria": dict(criteria)}
     if reference is not None:
-        asked["reference"] = reference
-    return as_messages(_MARK, asked)
+        request["reference"] = reference
+    return as_messages(_MARK, request)
 
 
-def as_messages(system: str, asked: dict[str, Any]) -> list[Message]:
+def as_messages(system: str, request: dict[str, Any]) -> list[Message]:
     return [
         {"role": "system", "content": system},
-        {"role": "user", "content": msgspec.json.format(msgspec.json.encode(asked)).decode()},
+        {"role": "user", "content": msgspec.json.format(msgspec.json.encode(request)).decode()},
     ]
 
 

@@ -42,7 +42,9 @@ def failure_of(
     Traceback entries of `own_file` are left out at the top; they are not the agent's. `method`: see
     `place_of`. Detail `sandbox`: the place of a sandbox's error, even if `error` wraps it.
     """
-    places = [place_of(one, method) for one in _chain(error) if isinstance(one, SandboxError)]
+    places = [
+        place_of(failure, method) for failure in _chain(error) if isinstance(failure, SandboxError)
+    ]
     behind = {"sandbox": places[0]} if places else {}
     if isinstance(error, LimitReached | EngineError | SandboxError | ServiceError):
         detail = {name: value for name, value in error.detail.items() if name != OUTPUT} | behind
@@ -65,9 +67,9 @@ def failure_of(
 def _chain(error: BaseException) -> list[BaseException]:
     """Returns `error`, and the errors in its groups, causes and contexts."""
     chain = [error]
-    for one in chain:  # it grows meanwhile
-        inner = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
-        behind = (*inner, one.__cause__, one.__context__)
+    for known in chain:  # it grows meanwhile
+        inner = known.exceptions if isinstance(known, BaseExceptionGroup) else ()
+        behind = (*inner, known.__cause__, known.__context__)
         chain += [each for each in behind if each is not None and each not in chain]
     return chain
 

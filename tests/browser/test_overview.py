@@ -73,7 +73,9 @@ def test_what_changed_stands_out_in_words(house: PageHouse, visitor: Visitor) ->
     )
     expect(changed).to_contain_text("The server started again.")
     expect(changed).not_to_contain_text("reward of math")  # it rose as slowly as all the hour
-    failed = page.get_by_role("figure").filter(has=page.get_by_role("heading", name="Failed"))
+    failed = page.get_by_role("figure").filter(
+        has=page.get_by_role("heading", name="Failed attempts")
+    )
     expect(failed).to_contain_text("changed")
 
 

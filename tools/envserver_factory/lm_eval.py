@@ -135,24 +135,24 @@ async def run_harness(
     found = await asyncio.to_thread(
         harvest, order.harness, metric=order.asked.metric, requests=spent.requests
     )
-    documents = sum(one.documents for one in found)
+    documents = sum(harvest.documents for harvest in found)
     before = 0
-    for one in found:
+    for done in found:
         run = HarnessRun(
-            task=one.task,
+            task=done.task,
             model=model,
             simulated=order.asked.model == SIMULATED,
             settings=order.settings,
-            facts=one.facts,
-            prompt_tokens=_share(spent.prompt_tokens, before, one.documents, documents),
-            completion_tokens=_share(spent.completion_tokens, before, one.documents, documents),
-            seconds=spent.seconds * one.documents / documents,
-            documents=one.documents,
+            facts=done.facts,
+            prompt_tokens=_share(spent.prompt_tokens, before, done.documents, documents),
+            completion_tokens=_share(spent.completion_tokens, before, done.documents, documents),
+            seconds=spent.seconds * done.documents / documents,
+            documents=done.documents,
             finished_at=time.time(),
         )
-        before += one.documents
-        _file(order, one, run)
-    return [one.task for one in found]
+        before += done.documents
+        _file(order, done, run)
+    return [harvest.task for harvest in found]
 
 
 @contextlib.contextmanager
@@ -177,13 +177,13 @@ def _share(total: int, before: int, own: int, everything: int) -> int:
     return total * (before + own) // everything - total * before // everything
 
 
-def _file(order: Order, one: Harvest, run: HarnessRun) -> None:
-    folder = order.folder / one.task
+def _file(order: Order, harvest: Harvest, run: HarnessRun) -> None:
+    folder = order.folder / harvest.task
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with replacing_path(folder / SAMPLES_FILE, sync=False) as partial:
-            shutil.copyfile(one.samples, partial)
-    write_run_file(folder, RunFile(name=one.task, harness=run, counted=order.counted))
+            shutil.copyfile(harvest.samples, partial)
+    write_run_file(folder, RunFile(name=harvest.task, harness=run, counted=order.counted))
 
 
 def fold_in(folder: Path, tasks: Sequence[str]) -> None:
@@ -194,34 +194,34 @@ def fold_in(folder: Path, tasks: Sequence[str]) -> None:
 
 
 def _words(order: Order, url: str, model: str) -> list[str]:
-    asked = order.asked
+    settings = order.asked
     arguments = {
         "model": model,
-        "base_url": f"{url}/v1/{_PATHS[asked.api]}",
-        "num_concurrent": asked.concurrency,
+        "base_url": f"{url}/v1/{_PATHS[settings.api]}",
+        "num_concurrent": settings.concurrency,
         "max_retries": 3,
     }
-    if asked.api == "chat":
+    if settings.api == "chat":
         arguments |= {"tokenized_requests": False}
-    elif asked.tokenizer:
-        arguments |= {"tokenizer": asked.tokenizer, "tokenizer_backend": "huggingface"}
+    elif settings.tokenizer:
+        arguments |= {"tokenizer": settings.tokenizer, "tokenizer_backend": "huggingface"}
     else:  # otherwise it looks for the model's name on the hub
         arguments |= {"tokenized_requests": False, "tokenizer_backend": "None"}
-    words = ["--model", _MODELS[asked.api]]
+    words = ["--model", _MODELS[settings.api]]
     words += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
-    words += ["--tasks", ",".join(asked.tasks), "--output_path", str(order.harness)]
+    words += ["--tasks", ",".join(settings.tasks), "--output_path", str(order.harness)]
     words += ["--log_samples", "--use_cache", str(order.harness / "answers")]
-    words += ["--apply_chat_template"] if asked.api == "chat" else []
+    words += ["--apply_chat_template"] if settings.api == "chat" else []
     given = {
-        "--num_fewshot": asked.num_fewshot,
-        "--limit": None if asked.limit is None else f"{asked.limit:g}",
-        "--include_path": asked.include_path,
-        "--gen_kwargs": asked.gen_kwargs or None,
-        "--system_instruction": asked.system_instruction or None,
+        "--num_fewshot": settings.num_fewshot,
+        "--limit": None if settings.limit is None else f"{settings.limit:g}",
+        "--include_path": settings.include_path,
+        "--gen_kwargs": settings.gen_kwargs or None,
+        "--system_instruction": settings.system_instruction or None,
     }
     for flag, value in given.items():
         words += [] if value is None else [flag, str(value)]
-    return [*words, *asked.args]
+    return [*words, *settings.args]
 
 
 @contextlib.asynccontextmanager
@@ -291,12 +291,12 @@ async def lm_eval(
 
 
 def _check_folder(order: Order) -> None:
-    asked = order.asked
-    if asked.resume and asked.overwrite:
+    settings = order.asked
+    if settings.resume and settings.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other.")
-    if order.harness.exists() and not (asked.resume or asked.overwrite):
+    if order.harness.exists() and not (settings.resume or settings.overwrite):
         raise ConfigError(
-            f"{order.folder} already has {', '.join(asked.tasks)}.",
+            f"{order.folder} already has {', '.join(settings.tasks)}.",
             hint="Use --resume to continue, or --overwrite to run them again.",
         )
 

@@ -82,7 +82,11 @@ class Runs:
 def runners(names: Sequence[str], settings: Settings) -> list[Runner]:
     """Returns the models in `names`: catalogue entries, folders, `NAME=URL`, URLs or "sim"."""
     found = [_runner(name, settings) for name in names]
-    twice = {one.name for one in found if sum(one.name == other.name for other in found) > 1}
+    twice = {
+        scenario.name
+        for scenario in found
+        if sum(scenario.name == other.name for other in found) > 1
+    }
     if twice:
         raise ConfigError(
             f"Two models are called {min(twice)!r}.", hint="Name one of them: NAME=http://..."

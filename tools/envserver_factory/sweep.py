@@ -63,7 +63,7 @@ class Sweep(msgspec.Struct, kw_only=True):
     def best(self) -> Point | None:
         """Returns the point with the highest mean reward; of equal ones the smallest alpha."""
         scored = [point for point in self.points if point.rewards]
-        return max(scored, key=lambda one: (one.mean, -abs(one.alpha)), default=None)
+        return max(scored, key=lambda point: (point.mean, -abs(point.alpha)), default=None)
 
 
 def table_of(sweep: Sweep) -> TextTable:
@@ -100,7 +100,12 @@ class _Axes:
     def __init__(self, sweep: Sweep) -> None:
         alphas = [point.alpha for point in sweep.points]
         every = [reward for point in sweep.points for reward in point.rewards.values()]
-        ends = [end for one in every for end in (one.value, one.low, one.high) if end is not None]
+        ends = [
+            end
+            for bound in every
+            for end in (bound.value, bound.low, bound.high)
+            if end is not None
+        ]
         self.low_alpha, self.high_alpha = min([*alphas, 0.0]), max([*alphas, 1.0])
         self.low, self.high = min([*ends, 0.0]), max([*ends, 1.0])
 

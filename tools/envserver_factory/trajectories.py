@@ -162,11 +162,11 @@ def _line(ours: Json, messages: list[Json]) -> Json:
 
 
 def _foreign(sample: Any) -> Json:
-    asked = sample.input if isinstance(sample.input, str) else None
+    question = sample.input if isinstance(sample.input, str) else None
     name = str(sample.id) if sample.epoch == 1 else f"{sample.id}-epoch-{sample.epoch}"
     document = {
         "task_id": name,
-        "question": asked,
+        "question": question,
         "messages": [message_of(message) for message in sample.messages],
         "final_answer": sample.output.completion,
         "model": sample.output.model,
@@ -255,7 +255,9 @@ def _files(source: str) -> Iterator[Path]:
     path = Path(source)
     if path.is_dir():
         yield from (
-            one for one in path.rglob("*") if _is_document(one.relative_to(path)) and one.is_file()
+            file
+            for file in path.rglob("*")
+            if _is_document(file.relative_to(path)) and file.is_file()
         )
     elif path.is_file():
         yield path
@@ -412,20 +414,20 @@ def unified_of_foreign(value: Any, *, task_id: str, domain: str) -> Json:
 def _document(value: Any) -> Json:
     if isinstance(value, dict):
         return value
-    if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
-        return {"messages": value} if all("role" in one for one in value) else {"steps": value}
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return {"messages": value} if all("role" in item for item in value) else {"steps": value}
     raise ValueError("it is neither an object nor a list of objects")
 
 
 def _messages(document: Json) -> list[Json]:
     found = document.get("messages")
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
 
 
 def _key_of_actions(document: Json) -> str | None:
     for key in ACTIONS:
         found = document.get(key)
-        if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
+        if isinstance(found, list) and found and all(isinstance(item, dict) for item in found):
             return key
     return None
 
@@ -461,7 +463,7 @@ def _actions_in(messages: list[Json]) -> list[Json]:
     if any(message.get("tool_calls") for message in messages):
         return actions_of(messages)
     found = [_of_message(message) for message in messages]
-    runs = [one for one in found if one is not None]
+    runs = [run for run in found if run is not None]
     return [{"step": n, **run} for n, run in enumerate(runs, 1)] or actions_of(messages)
 
 
@@ -650,7 +652,7 @@ class Converter:
             made = [self._single(document)]
             if problems := problems_of(made[0]):
                 raise ValueError("; ".join(problems[:3]))
-        digests = [_digest(one["task_id"]) for one in made]
+        digests = [_digest(row["task_id"]) for row in made]
         for digest, trajectory in zip(digests, made, strict=True):
             if digest in self._seen:
                 where = self._seen[digest]
@@ -676,7 +678,9 @@ class Converter:
 
 def file_name(task_id: str) -> str:
     """Returns the file name of a task: its id, or as much of it as a file name allows."""
-    plain = "".join(one if one.isalnum() or one in "-_.,+=@ :" else "_" for one in task_id)
+    plain = "".join(
+        letter if letter.isalnum() or letter in "-_.,+=@ :" else "_" for letter in task_id
+    )
     if plain == task_id and len(task_id.encode()) <= 200 and not task_id.startswith("."):
         return f"{task_id}.json"
     short = plain.encode()[:150].decode(errors="ignore").lstrip(".")

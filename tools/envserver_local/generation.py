@@ -42,22 +42,26 @@ class Settings:
     """Settings of the rows of a batch as tensors; made again when rows join or leave."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        asked = [row.sampling for row in rows]
+        samplings = [row.sampling for row in rows]
         self.seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        temperature = torch.tensor([one.temperature for one in asked], device=device)
+        temperature = torch.tensor([sampling.temperature for sampling in samplings], device=device)
         self.greedy = temperature == 0
-        self.all_greedy = all(one.temperature == 0 for one in asked)
-        self.some_greedy = any(one.temperature == 0 for one in asked)
+        self.all_greedy = all(sampling.temperature == 0 for sampling in samplings)
+        self.some_greedy = any(sampling.temperature == 0 for sampling in samplings)
         self.temperature = temperature.masked_fill(self.greedy, 1.0)[:, None]
-        self.filters = any(one.filters for one in asked)
-        self.top_p = torch.tensor([one.top_p for one in asked], device=device)[:, None]
+        self.filters = any(sampling.filters for sampling in samplings)
+        self.top_p = torch.tensor([sampling.top_p for sampling in samplings], device=device)[
+            :, None
+        ]
         self.top_k = torch.tensor(
-            [one.top_k or 1 << 60 for one in asked], dtype=torch.int64, device=device
+            [sampling.top_k or 1 << 60 for sampling in samplings], dtype=torch.int64, device=device
         )[:, None]
-        self.min_p = torch.tensor([one.min_p for one in asked], device=device)[:, None]
-        self.adjusted = [place for place, one in enumerate(asked) if one.adjusts(0)]
-        self.ranked = [place for place, one in enumerate(asked) if one.top_logprobs]
-        self.most_ranked = max((one.top_logprobs for one in asked), default=0)
+        self.min_p = torch.tensor([sampling.min_p for sampling in samplings], device=device)[
+            :, None
+        ]
+        self.adjusted = [place for place, sampling in enumerate(samplings) if sampling.adjusts(0)]
+        self.ranked = [place for place, sampling in enumerate(samplings) if sampling.top_logprobs]
+        self.most_ranked = max((sampling.top_logprobs for sampling in samplings), default=0)
 
 
 def uniforms(seeds: np.ndarray, places: np.ndarray) -> np.ndarray:
@@ -73,24 +77,26 @@ def adjusted(logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]) -
     logits = logits.clone()
     for place in places:
         row, line = rows[place], logits[place]
-        asked = row.sampling
-        if asked.allowed is not None:
-            kept = line[list(asked.allowed)]
+        sampling = row.sampling
+        if sampling.allowed is not None:
+            kept = line[list(sampling.allowed)]
             line.fill_(float("-inf"))
-            line[list(asked.allowed)] = kept
-        if asked.repetition_penalty != 1:
+            line[list(sampling.allowed)] = kept
+        if sampling.repetition_penalty != 1:
             seen = torch.tensor(sorted(set(row.tokens)), device=line.device)
             values = line[seen]
             line[seen] = torch.where(
-                values > 0, values / asked.repetition_penalty, values * asked.repetition_penalty
+                values > 0,
+                values / sampling.repetition_penalty,
+                values * sampling.repetition_penalty,
             )
-        if row.ids and (asked.presence_penalty or asked.frequency_penalty):
+        if row.ids and (sampling.presence_penalty or sampling.frequency_penalty):
             ids, counts = torch.tensor(row.ids, device=line.device).unique(return_counts=True)
-            line[ids] -= asked.frequency_penalty * counts + asked.presence_penalty
-        for index, bias in asked.logit_bias.items():
+            line[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+        for index, bias in sampling.logit_bias.items():
             line[index] += bias
-        if len(row.ids) < asked.min_tokens and asked.enders:
-            line[list(asked.enders)] = float("-inf")
+        if len(row.ids) < sampling.min_tokens and sampling.enders:
+            line[list(sampling.enders)] = float("-inf")
     return logits
 
 

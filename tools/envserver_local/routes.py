@@ -397,7 +397,7 @@ class Completions(Endpoint[CompletionBody]):
             given = [given]
         if not isinstance(given, list) or not given:
             raise EngineRefused("`prompt` is a text, ids, or a list of these.", status=400)
-        return [self._ids(body, one) for one in given]
+        return [self._ids(body, prompt) for prompt in given]
 
     def _ids(self, body: CompletionBody, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -421,9 +421,9 @@ class Tokens(Endpoint[GenerateBody]):
     def render(self, body: ChatBody) -> Json:
         """The body for /inference/v1/generate that corresponds to a chat request."""
         row = self._chat.rows(body)[0]
-        asked = msgspec.structs.asdict(row.sampling)
+        sampling = msgspec.structs.asdict(row.sampling)
         params: Json = {
-            **{name: asked.get(name, getattr(body, name)) for name in Sampled.__struct_fields__},
+            **{name: sampling.get(name, getattr(body, name)) for name in Sampled.__struct_fields__},
             "n": body.n or 1,
             "logit_bias": body.logit_bias,
             "stop": list(row.sampling.stops),
@@ -483,14 +483,14 @@ class Tokens(Endpoint[GenerateBody]):
 
     def derender(self, body: Any) -> Json:
         """The messages in generated ids; the token that ended an answer becomes text."""
-        asked = body.get("chat_request")
-        if asked is None and self._calls.known:
+        chat_request = body.get("chat_request")
+        if chat_request is None and self._calls.known:
             raise EngineRefused(
                 "chat_request is required when a tool or reasoning parser is configured.",
                 status=400,
                 param="chat_request",
             )
-        request = read(asked or {"messages": []}, ChatBody)
+        request = read(chat_request or {"messages": []}, ChatBody)
         generated = body.get("generate_response")
         listed = generated.get("choices") if isinstance(generated, dict) else None
         if not isinstance(listed, list):

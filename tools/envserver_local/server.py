@@ -184,8 +184,8 @@ class Control:
     async def _models(self, request: Request) -> Response:
         own = self._model(self._asking.model, None, None)
         adapters = [
-            self._model(one.name, str(one.folder), self._asking.model)
-            for one in self._asking.adapters.loaded
+            self._model(adapter.name, str(adapter.folder), self._asking.model)
+            for adapter in self._asking.adapters.loaded
         ]
         return json_answer({"object": "list", "data": [own, *adapters]})
 
@@ -310,10 +310,10 @@ def local_app(asking: Asking, *, lora: bool) -> Starlette:
 
 def _sampling(route: Chat | Completions | Tokens, kind: type[Any]) -> Answering:
     async def answer(request: Request, body: Any) -> Response:
-        asked = read(body, kind)
-        if asked.stream:
-            return _events(route.chunks(asked, route.rows(asked)))
-        return await _whole(request, route.whole(asked))
+        wanted = read(body, kind)
+        if wanted.stream:
+            return _events(route.chunks(wanted, route.rows(wanted)))
+        return await _whole(request, route.whole(wanted))
 
     return answer
 

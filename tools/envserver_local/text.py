@@ -101,39 +101,39 @@ class Text:
 
     def answer(self, row: Row) -> str:
         """The text so far, without the token that ended it and up to a stop string."""
-        asked = row.sampling
+        sampling = row.sampling
         ended = row.finish == "stop" and not isinstance(row.stop_reason, str)
-        ids = row.ids[:-1] if ended and not asked.keep_stop else row.ids
-        text = self.decode(ids, skip_special=asked.skip_special_tokens)
+        ids = row.ids[:-1] if ended and not sampling.keep_stop else row.ids
+        text = self.decode(ids, skip_special=sampling.skip_special_tokens)
         if isinstance(row.stop_reason, str):
             start = text.find(row.stop_reason)
-            text = text[: start + len(row.stop_reason) if asked.keep_stop else start]
+            text = text[: start + len(row.stop_reason) if sampling.keep_stop else start]
         return text
 
     def ends(self, row: Row) -> bool:
         """Whether the row's last token ended it; then sets `finish` and `stop_reason`."""
-        asked = row.sampling
+        sampling = row.sampling
         token = row.ids[-1]
-        enough = len(row.ids) >= asked.min_tokens
-        if token in asked.enders and enough:
-            row.stop_reason = asked.enders[token]
+        enough = len(row.ids) >= sampling.min_tokens
+        if token in sampling.enders and enough:
+            row.stop_reason = sampling.enders[token]
             row.finish = "stop"
-        elif asked.stops and enough and (stop := self._stop(row)) is not None:
+        elif sampling.stops and enough and (stop := self._stop(row)) is not None:
             row.stop_reason = stop
             row.finish = "stop"
-        elif len(row.ids) >= asked.max_tokens:
+        elif len(row.ids) >= sampling.max_tokens:
             row.finish = "length"
         return row.finish is not None
 
     def _stop(self, row: Row) -> str | None:
         """The stop string that is complete now; of several, the one that ends first."""
-        asked = row.sampling
-        tail = _TAIL_TOKENS + max(map(len, asked.stops))
-        text = self.decode(row.ids[-tail:], skip_special=asked.skip_special_tokens)
-        if not any(stop in text for stop in asked.stops):
+        sampling = row.sampling
+        tail = _TAIL_TOKENS + max(map(len, sampling.stops))
+        text = self.decode(row.ids[-tail:], skip_special=sampling.skip_special_tokens)
+        if not any(stop in text for stop in sampling.stops):
             return None
-        whole = self.decode(row.ids, skip_special=asked.skip_special_tokens)
-        ends = [(whole.find(stop) + len(stop), stop) for stop in asked.stops if stop in whole]
+        whole = self.decode(row.ids, skip_special=sampling.skip_special_tokens)
+        ends = [(whole.find(stop) + len(stop), stop) for stop in sampling.stops if stop in whole]
         return min(ends)[1] if ends else None
 
     def spelling(self, index: int) -> bytes:
@@ -163,11 +163,11 @@ class Growing:
         if row.finish is not None:
             whole = self._text.answer(row)
         else:
-            whole, asked = self._read_on(), row.sampling
-            if len(row.ids) >= asked.min_tokens:  # it ends at the first stop, marked or not yet
-                ends = [whole.find(stop, self._given) for stop in asked.stops]
+            whole, sampling = self._read_on(), row.sampling
+            if len(row.ids) >= sampling.min_tokens:  # it ends at the first stop, marked or not yet
+                ends = [whole.find(stop, self._given) for stop in sampling.stops]
                 whole = whole[: min((end for end in ends if end >= 0), default=len(whole))]
-            whole = whole[: len(whole) - _held(whole, asked.stops)]
+            whole = whole[: len(whole) - _held(whole, sampling.stops)]
         new = whole[self._given :]
         self._given = max(self._given, len(whole))
         return new

@@ -143,8 +143,8 @@ def passages_from(data: object) -> Iterator[Passage]:
     """Reads a list of passages; raises like `Passage.from_data`."""
     if not isinstance(data, list):
         raise InputError("There must be a list of passages.")
-    for one in data:
-        yield Passage.from_data(one)
+    for passage in data:
+        yield Passage.from_data(passage)
 
 
 SAME_SCORE_DECIMALS = 6
@@ -186,10 +186,10 @@ class PassageIndex:
         return len(self._passages)
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        asked = words(query)
-        if not asked or self._bm25 is None:
+        wanted = words(query)
+        if not wanted or self._bm25 is None:
             return []
-        scores: NDArray[np.float32] = self._bm25.get_scores(asked)
+        scores: NDArray[np.float32] = self._bm25.get_scores(wanted)
         return [Hit(self._passages[i], float(scores[i])) for i in _best(scores, top_k)]
 
 
@@ -315,14 +315,14 @@ def _hits(answer: Any) -> list[Hit]:
     result = answer.get("result") if isinstance(answer, dict) else answer
     if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], list):
         raise InputError('it has no "result" with one list for the one query')
-    return [_hit(one) for one in result[0]]
+    return [_hit(found) for found in result[0]]
 
 
-def _hit(one: Any) -> Hit:
+def _hit(found: Any) -> Hit:
     score: Any = 0.0
-    if isinstance(one, dict) and "document" in one:
-        one, score = one["document"], one.get("score", 0.0)
+    if isinstance(found, dict) and "document" in found:
+        found, score = found["document"], found.get("score", 0.0)
     try:
-        return Hit(Passage.from_data(one), float(score))
+        return Hit(Passage.from_data(found), float(score))
     except (TypeError, ValueError) as error:
         raise InputError("a score is not a number") from error

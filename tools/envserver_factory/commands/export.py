@@ -200,14 +200,14 @@ def _with_card(format: Format, settings: ExportSettings, out: Path, name: str) -
     chosen = {"where": settings.where, "min_reward": settings.min_reward}
     chosen |= {"dedupe": settings.dedupe or None}
     chosen |= {"per_group": None if settings.per_group == "all" else settings.per_group}
-    asked = Asked(
+    wanted = Asked(
         title=settings.title or name.partition("/")[2],
         sources=[public_name(source) for source in settings.source],
         filter={key: value for key, value in chosen.items() if value is not None},
         against=[public_name(path) for path in settings.against],
         against_words=settings.against_words,
     )
-    return WithCard(format, asked)
+    return WithCard(format, wanted)
 
 
 def _public_facts(settings: ExportSettings, facts: Json) -> Json:

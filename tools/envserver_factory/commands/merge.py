@@ -274,15 +274,15 @@ class _Work:
         from ..sweep import Point
 
         folder = self.folder / "evaluations" / _folder_name(alpha)
-        asked = self._asked()
+        request = self._asked()
         known = next((point for point in self.sweep.points if point.alpha == alpha), None)
-        if known is None or known.asked != asked:
+        if known is None or known.asked != request:
             model = self._model(alpha)
             self._console.print(f"alpha {alpha:g}", style="bold", highlight=False)
             done = self._evaluated(model, folder)
             if done.stopped:
                 return False
-            self._note(Point.of(alpha, str(model), asked, _reports(folder)), model)
+            self._note(Point.of(alpha, str(model), request, _reports(folder)), model)
         return True
 
     def notes(self) -> list[str]:
@@ -369,8 +369,8 @@ class _Work:
 
         from ..sweep import drawn
 
-        others = [one for one in self.sweep.points if one.alpha != point.alpha]
-        self.sweep.points = sorted([*others, point], key=lambda one: one.alpha)
+        others = [known for known in self.sweep.points if known.alpha != point.alpha]
+        self.sweep.points = sorted([*others, point], key=lambda placed: placed.alpha)
         write_json(self.folder / _FILE, msgspec.to_builtins(self.sweep))
         write_text(self.folder / _PICTURE, drawn(self.sweep))
         if point.alpha != 0:
@@ -470,7 +470,7 @@ def run_publish(argv: list[str]) -> int:
     planned = plan(
         settings.folder,
         settings.repository,
-        results=[one for folder in settings.evaluation for one in results_in(folder)],
+        results=[results for folder in settings.evaluation for results in results_in(folder)],
         base_model=settings.base_model,
         license=settings.license,
         private=not settings.public,
@@ -496,7 +496,7 @@ def results_in(folder: Path) -> list[Result]:
             mean_reward=measured.mean_reward.value,
             low=measured.mean_reward.low,
             high=measured.mean_reward.high,
-            pass_at={k: one.value for k, one in measured.pass_at.items()},
+            pass_at={k: share.value for k, share in measured.pass_at.items()},
         )
         for report in _reports(folder)
         if (measured := report.run.overall) is not None

@@ -604,7 +604,7 @@ def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
     """
     found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
              settings.openai.model_name.split(",")]  # fmt: skip
-    teachers = [(one[1], one[2]) for one in found if one is not None]
+    teachers = [(teacher[1], teacher[2]) for teacher in found if teacher is not None]
     if len(teachers) < len(found):
         raise ConfigError("--teacher: a name is missing between two commas.")
     first, url = teachers[0]

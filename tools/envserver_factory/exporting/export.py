@@ -37,7 +37,7 @@ NAMES = (*StoredRollout.__struct_fields__, "domain", "length", "sampled", "faile
 """Names that an expression may use."""
 _WITH_PARTS = ("components", "metrics", "agent_metrics", "usage")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (len, min, max, abs, sum, any, all)
+    function.__name__: function for function in (len, min, max, abs, sum, any, all)
 }
 
 
@@ -79,7 +79,7 @@ def chosen(rollouts: Sequence[StoredRollout], choice: Choice) -> list[StoredRoll
     if choice == "all" or not rollouts:
         return list(rollouts)
     if choice == "shortest":
-        return [min(rollouts, key=lambda one: (said(one), one.rollout_id))]
+        return [min(rollouts, key=lambda rollout: (said(rollout), rollout.rollout_id))]
     return [
         min(rollouts, key=lambda rollout: (-_reward(rollout), said(rollout), rollout.rollout_id))
     ]
@@ -282,8 +282,8 @@ def _files(sources: Sequence[str]) -> Iterator[Path]:
     for source in sources:
         path = Path(source)
         if path.is_dir():
-            found = [one for one in sorted(path.rglob("*")) if one.name.endswith(_READ)]
-            files = [one for one in found if one.is_file()]
+            found = [file for file in sorted(path.rglob("*")) if file.name.endswith(_READ)]
+            files = [file for file in found if file.is_file()]
         else:
             files = [path] if path.is_file() else []
         if not files:

@@ -241,7 +241,7 @@ def finish(place: Place, written: list[Written], facts: Json) -> Json:
     """Writes the manifest, makes the folder the export; returns the number of `files`, their
     `bytes`.
     """
-    rows = {one.path: one.rows for one in written}
+    rows = {part.path: part.rows for part in written}
     if place.single:
         _rename_single(place)
         rows = {place.out.name: sum(rows.values())}
@@ -328,7 +328,7 @@ class Messages(Format):
     name = "messages"
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
-        for rollout in sorted(kept, key=lambda one: -(one.reward or 0.0)):
+        for rollout in sorted(kept, key=lambda other: -(other.reward or 0.0)):
             if not is_conversation(rollout):
                 continue
             row = {
@@ -357,7 +357,7 @@ class Dpo(Format):
         usable = [
             rollout for rollout in kept if rollout.reward is not None and is_conversation(rollout)
         ]
-        ranked = sorted(usable, key=lambda one: -(one.reward or 0.0))
+        ranked = sorted(usable, key=lambda rollout: -(rollout.reward or 0.0))
         for better, worse in zip(ranked, reversed(ranked), strict=True):
             difference = (better.reward or 0.0) - (worse.reward or 0.0)
             if difference <= 0 or difference < self.options.margin:

@@ -101,8 +101,8 @@ class RunFacts:
         if self.axis is not None and all(float(text) == round(float(text), 1) for text in texts):
             texts = [f"{end:.1f}" for end in ends]
         return [
-            (f"{one} to {two}", count)
-            for one, two, count in zip(texts[:-1], texts[1:], self.histogram, strict=True)
+            (f"{low} to {two}", count)
+            for low, two, count in zip(texts[:-1], texts[1:], self.histogram, strict=True)
         ]
 
     def _add(self, rollout: StoredRollout) -> None:

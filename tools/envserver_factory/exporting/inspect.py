@@ -366,7 +366,9 @@ def _events(
     for number, other in enumerate(rollout.others):
         said = other.get("messages") or []
         prefix = f"{rollout.rollout_id}-{number}"
-        theirs = [inspect_message(one, f"{prefix}-{place}") for place, one in enumerate(said)]
+        theirs = [
+            inspect_message(message, f"{prefix}-{place}") for place, message in enumerate(said)
+        ]
         model = other.get("model") or rollout.model
         agents.append((other.get("agent"), model, said, theirs, other.get("tools") or []))
     began, ended = times
@@ -398,7 +400,7 @@ def _conversation(
     from inspect_ai.model import GenerateConfig
 
     offered = list(_tools(tools))
-    results = {one.get("tool_call_id"): place for place, one in enumerate(said)}
+    results = {message.get("tool_call_id"): place for place, message in enumerate(said)}
     results.pop(None, None)
     measured = turn_times(rollout, agent, said)
     turns = iter([*measured, Turn(*times)] if measured else repeat(Turn(times[0], times[0])))
@@ -668,8 +670,8 @@ def _facts(group: StoredGroup, rollout: StoredRollout, *, tokens: bool) -> Json:
     raw = {key: value for key, value in raw.items() if key not in dropped}
     if not tokens:
         line |= {key: [[] for _ in raw["rows"]] for key in _TOKENS}
-    asked = group.asked or len(group.rollouts)
-    line["envserver"] = {**line["envserver"], "rollouts": [raw], "asked": asked, "failures": []}
+    wanted = group.asked or len(group.rollouts)
+    line["envserver"] = {**line["envserver"], "rollouts": [raw], "asked": wanted, "failures": []}
     return line
 
 

@@ -58,7 +58,7 @@ def same_template(base: Path, other: Path) -> bool:
 def _of_fast(base: Json, other: Json) -> list[str]:
     found = _of_ids(_vocabulary(base), _vocabulary(other), "token")
     found += _of_ids(_added(base), _added(other), "added token")
-    merges = [_merges(one) for one in (base, other)]
+    merges = [_merges(model) for model in (base, other)]
     if merges[0] != merges[1]:
         found.append(f"its merges differ ({len(merges[0])} and {len(merges[1])} of them)")
     for part in ("normalizer", "pre_tokenizer"):
@@ -81,12 +81,14 @@ def _of_ids(base: Json, other: Json, what: str) -> list[str]:
 def _vocabulary(tokenizer: Json) -> Json:
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram: [piece, score], the id is the place
-        return {str(one[0]): number for number, one in enumerate(vocabulary)}
+        return {str(entry[0]): number for number, entry in enumerate(vocabulary)}
     return dict(vocabulary)
 
 
 def _added(tokenizer: Json) -> Json:
-    return {str(one.get("content")): one.get("id") for one in tokenizer.get("added_tokens") or ()}
+    return {
+        str(token.get("content")): token.get("id") for token in tokenizer.get("added_tokens") or ()
+    }
 
 
 def _merges(tokenizer: Json) -> list[str]:
@@ -95,8 +97,8 @@ def _merges(tokenizer: Json) -> list[str]:
     return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
-def _same_bytes(one: Path, other: Path) -> bool:
-    return one.stat().st_size == other.stat().st_size and sha256_of(one) == sha256_of(other)
+def _same_bytes(first: Path, other: Path) -> bool:
+    return first.stat().st_size == other.stat().st_size and sha256_of(first) == sha256_of(other)
 
 
 Names = Mapping[str, str | None]
@@ -228,12 +230,12 @@ def _is_extra(base: Model, other: Model, tensor: Tensor) -> bool:
 
 
 def _check_config(base: Model, other: Model, allowed: Allowed, found: _Found) -> None:
-    one, two = (_flat(read_config(model.described_by)) for model in (base, other))
+    first, two = (_flat(read_config(model.described_by)) for model in (base, other))
     # What only one of them says may be a default that another version of transformers wrote.
     differing = [
-        f"{key}: {json.dumps(one[key])} and {json.dumps(two[key])}"
-        for key in sorted(one.keys() & two.keys())
-        if key.split(".")[-1] not in _MEANINGLESS and one[key] != two[key]
+        f"{key}: {json.dumps(first[key])} and {json.dumps(two[key])}"
+        for key in sorted(first.keys() & two.keys())
+        if key.split(".")[-1] not in _MEANINGLESS and first[key] != two[key]
     ]
     kinds = [line for line in differing if line.startswith(("model_type:", "architectures:"))]
     others = [line for line in differing if line not in kinds]
@@ -264,12 +266,12 @@ def _one_of(model: Model, endings: Sequence[str]) -> Tensor | None:
     return next((tensor for name, tensor in model.tensors.items() if name.endswith(ends)), None)
 
 
-def _equal(model: Model, one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _equal(model: Model, first: Tensor, other: Tensor) -> bool:
+    if first.shape != other.shape or first.dtype != other.dtype:
         return False
-    for begin in range(0, one.rows, _ROWS_AT_A_TIME):
-        end = min(one.rows, begin + _ROWS_AT_A_TIME)
-        if model.raw(one.name, begin, end) != model.raw(other.name, begin, end):
+    for begin in range(0, first.rows, _ROWS_AT_A_TIME):
+        end = min(first.rows, begin + _ROWS_AT_A_TIME)
+        if model.raw(first.name, begin, end) != model.raw(other.name, begin, end):
             return False
     return True
 
@@ -365,7 +367,9 @@ def config_of(method: Method, recipe: Recipe) -> Json:
     if method.name in _BETWEEN_TWO:
         if len(models) != 1:
             raise ConfigError(f"--method {method.name} needs the base and exactly one --add.")
-        models = [{"model": str(one.resolve())} for one in (recipe.base, recipe.vectors[0].plus)]
+        models = [
+            {"model": str(folder.resolve())} for folder in (recipe.base, recipe.vectors[0].plus)
+        ]
         if method.name != "arcee_fusion":
             parameters.setdefault("t", recipe.vectors[0].weight)
     if method.name not in _WITHOUT_BASE:
@@ -414,7 +418,7 @@ def _version(program: str) -> str:
 
 
 def _portable(config: Json) -> Json:
-    models = [{**one, "model": Path(one["model"]).name} for one in config["models"]]
+    models = [{**entry, "model": Path(entry["model"]).name} for entry in config["models"]]
     portable = {**config, "models": models}
     if "base_model" in config:
         portable["base_model"] = Path(config["base_model"]).name

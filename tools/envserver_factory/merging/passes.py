@@ -274,7 +274,7 @@ class _Pass:
     def _common(self, tensor: Tensor, begin: int, end: int) -> bytes:
         data = self.base.raw(tensor.name, begin, end)
         models = [(term.plus, term.minus) for term in self.terms if not term.is_vector]
-        for model in [one for pair in models for one in pair if one]:
+        for model in [member for pair in models for member in pair if member]:
             name = self.names[model.folder][tensor.name]
             if name is not None and model.raw(name, begin, end) != data:
                 raise InputError(

@@ -221,7 +221,7 @@ def _tensor(path: Path, name: str, said: Any, begin: int, size: int) -> Tensor:
     try:
         dtype, shape = str(said["dtype"]), tuple(said["shape"])
         start, stop = said["data_offsets"]
-        whole = all(type(one) is int and one >= 0 for one in (*shape, start, stop))
+        whole = all(type(number) is int and number >= 0 for number in (*shape, start, stop))
     except (TypeError, KeyError, ValueError) as error:
         raise _broken(path, f"{name} has no dtype, shape and data_offsets") from error
     if dtype not in SIZES:
@@ -354,7 +354,9 @@ class Adapted:
 
     def _factors_of(self, name: str, pair: _Pair) -> tuple[Floats, Floats]:
         if self._factors is None or self._factors[0] != name:
-            a, b = (_rows(one, 0, one.rows).reshape(one.shape) for one in (pair.a, pair.b))
+            a, b = (
+                _rows(matrix, 0, matrix.rows).reshape(matrix.shape) for matrix in (pair.a, pair.b)
+            )
             self._factors = (name, a, b)
         return self._factors[1], self._factors[2]
 

@@ -56,11 +56,11 @@ class Asked:
 class WithCard(Format):
     """Adds a card to the folder of another format."""
 
-    def __init__(self, format: Format, asked: Asked) -> None:
+    def __init__(self, format: Format, settings: Asked) -> None:
         super().__init__(format.options)
         self.name, self.suffix = format.name, format.suffix
         self._format = format
-        self._asked = asked
+        self._asked = settings
         self._facts = RunFacts()
 
     def rows(self, group: StoredGroup, kept: Sequence[StoredRollout]) -> Iterator[Row]:
@@ -94,7 +94,7 @@ class WithCard(Format):
             format=self._format.name,
             columns={} if self._format.name == "html" else columns,
             rows=self._rows,
-            shards=[one.path for one in written if "part-" in one.path],
+            shards=[file.path for file in written if "part-" in file.path],
         )
         (self._folder / CARD).write_text(text, encoding="utf-8")
         return [*written, Written(CARD, 0)]
@@ -102,18 +102,18 @@ class WithCard(Format):
 
 def card(
     facts: RunFacts,
-    asked: Asked,
+    settings: Asked,
     *,
     format: str,
     columns: dict[str, str],
     rows: int,
     shards: Sequence[str],
 ) -> str:
-    header = yaml.safe_dump(_header(facts, asked, rows, shards), sort_keys=False)
+    header = yaml.safe_dump(_header(facts, settings, rows, shards), sort_keys=False)
     versions = f"{facts.versions[0]} to {facts.versions[1]}" if facts.versions else "not known"
     parts = [
         f"---\n{header}---\n",
-        f"# {_plain(asked.title)}\n",
+        f"# {_plain(settings.title)}\n",
         _ABOUT.get(format, ""),
         "",
         "## What is in it\n",
@@ -134,14 +134,14 @@ def card(
         f"- Models: {_names(facts.models)}; policy versions: {versions}",
         f"- Splits of the tasks: {_names(facts.splits)}",
         f"- Made: {_day(facts.first_at)} to {_day(facts.last_at)}",
-        f"- Read from: {_names(asked.sources)}",
+        f"- Read from: {_names(settings.sources)}",
         f"- Written by envserver {__version__} as `{format}`; `{MANIFEST}` has the checksums and "
         "how many rollouts were left out, and why",
         "\n## Filter\n",
-        *(f"- {_code(name)}: {_code(str(value))}" for name, value in asked.filter.items()),
-        *([] if asked.filter else ["None: every rollout with a place in this form."]),
+        *(f"- {_code(name)}: {_code(str(value))}" for name, value in settings.filter.items()),
+        *([] if settings.filter else ["None: every rollout with a place in this form."]),
         "\n## Decontamination\n",
-        _decontamination(asked),
+        _decontamination(settings),
         "\n## License\n",
         "Not named yet: the publisher chooses the license, with regard to those of "
         "the tasks and of the model.",
@@ -159,10 +159,10 @@ def public_name(source: str) -> str:
     return f"{parts.scheme}://{host}" + (f"/{last}" if last else "")
 
 
-def _header(facts: RunFacts, asked: Asked, rows: int, shards: Sequence[str]) -> Json:
+def _header(facts: RunFacts, settings: Asked, rows: int, shards: Sequence[str]) -> Json:
     size = next((size for most, size in _SIZES.items() if rows < most), "n>1M")
     header: Json = {
-        "pretty_name": _plain(asked.title),
+        "pretty_name": _plain(settings.title),
         "license": "unknown",
         "task_categories": ["text-generation"],
         "tags": [
@@ -206,11 +206,11 @@ def _features(columns: dict[str, str]) -> Iterator[str]:
         yield from _table(("column", "type"), rows)
 
 
-def _decontamination(asked: Asked) -> str:
-    if not asked.against:
+def _decontamination(settings: Asked) -> str:
+    if not settings.against:
         return "None was done."
-    names = _names(asked.against)
-    return f"No rollout has {asked.against_words} words in a row in common with {names}."
+    names = _names(settings.against)
+    return f"No rollout has {settings.against_words} words in a row in common with {names}."
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:

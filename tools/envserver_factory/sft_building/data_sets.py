@@ -55,10 +55,10 @@ class Example:
         return {"prompt": before, "completion": whole.removeprefix(before)}
 
     def _messages(self) -> list[Message]:
-        asked = self.prompt
-        if isinstance(asked, str):
-            asked = [{"role": "user", "content": asked}]
-        return [*asked, {"role": "assistant", "content": self.completion}]
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        return [*prompt, {"role": "assistant", "content": self.completion}]
 
 
 Template = Callable[[list[Message], str], tuple[str, str]]
@@ -85,9 +85,9 @@ def template_of(tokenizer: str) -> Template:
     if not getattr(loaded, "chat_template", None):
         raise ConfigError(f"The tokenizer {tokenizer!r} has no chat template.")
 
-    def render(asked: list[Message], said: str) -> tuple[str, str]:
-        before = loaded.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        answered = [*asked, {"role": "assistant", "content": said}]
+    def render(prompt: list[Message], said: str) -> tuple[str, str]:
+        before = loaded.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        answered = [*prompt, {"role": "assistant", "content": said}]
         whole = loaded.apply_chat_template(answered, tokenize=False)
         if not whole.startswith(before):
             raise ConfigError(
@@ -136,8 +136,8 @@ def math_example(row: Json) -> Example | str:
         return "no problem"
     if solution is None:
         return "no solution"
-    asked = [{"role": "system", "content": MATH_SYSTEM}, {"role": "user", "content": problem}]
-    return Example(asked, solution, row, {})
+    prompt = [{"role": "system", "content": MATH_SYSTEM}, {"role": "user", "content": problem}]
+    return Example(prompt, solution, row, {})
 
 
 def _text(row: Json, names: tuple[str, ...]) -> str | None:
@@ -158,8 +158,8 @@ def code_example(row: Json) -> Example | str:
         return "instruction too long"
     if not isinstance(output, str) or not output.strip():
         return "no output"
-    asked = [{"role": "system", "content": CODE_SYSTEM}, {"role": "user", "content": instruction}]
-    return Example(asked, output, row, {})
+    prompt = [{"role": "system", "content": CODE_SYSTEM}, {"role": "user", "content": instruction}]
+    return Example(prompt, output, row, {})
 
 
 Think = Literal["none", "outline"]
@@ -438,14 +438,14 @@ def write_plans(groups: Path, out: Path, selection: Selection) -> Json:
         kept = _distinct(found, dropped)
         chosen = _chosen(kept, selection, dropped)
         beside = out.with_name(f".{out.name}.new")
-        digest = write_lines(beside, spool.lines(one.number for one in chosen))
+        digest = write_lines(beside, spool.lines(row.number for row in chosen))
         beside.replace(out)
     return {
         "groups": spent.pop("groups"),
         "rows": len(chosen),
         "dropped": dict(dropped.most_common()),
-        "routes": dict(Counter(one.route for one in chosen).most_common()),
-        "difficulties": dict(Counter(one.difficulty for one in chosen).most_common()),
+        "routes": dict(Counter(row.route for row in chosen).most_common()),
+        "difficulties": dict(Counter(row.difficulty for row in chosen).most_common()),
         "spent": dict(spent),
         "sha256": digest,
     }
@@ -469,7 +469,7 @@ def _best(group: StoredGroup) -> StoredRollout | None:
         for rollout in group.rollouts
         if rollout.components.get("valid") == 1 and rollout.reward
     ]
-    return max(valid, key=lambda one: one.reward or 0.0, default=None)
+    return max(valid, key=lambda candidate: candidate.reward or 0.0, default=None)
 
 
 def _fault(group: StoredGroup) -> str:
@@ -501,8 +501,8 @@ def _candidate(group: StoredGroup, rollout: StoredRollout, spool: Spool) -> _Can
 
 def _distinct(found: Iterable[_Candidate], dropped: Counter[str]) -> list[_Candidate]:
     of_plan: dict[bytes, _Candidate] = {}
-    for one in sorted(found, key=lambda one: one.position):
-        if of_plan.setdefault(one.digest, one) is not one:
+    for candidate in sorted(found, key=lambda candidate: candidate.position):
+        if of_plan.setdefault(candidate.digest, candidate) is not candidate:
             dropped["duplicate plan"] += 1
     return list(of_plan.values())
 

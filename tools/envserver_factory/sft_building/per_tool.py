@@ -268,12 +268,12 @@ def rows_of(
         if not output:
             report.empty += 1
             continue
-        asked = instruction_of(template, trajectory, action, actions[:number], choice)
-        if asked is None:
+        instruction = instruction_of(template, trajectory, action, actions[:number], choice)
+        if instruction is None:
             report.blank += 1
             continue
         counts[tool] = counts.get(tool, 0) + 1
-        yield _row(trajectory, action, tool, asked, output, choice.form)
+        yield _row(trajectory, action, tool, instruction, output, choice.form)
 
 
 def _failed(action: Json) -> bool:
@@ -350,12 +350,14 @@ def _split(groups: dict[str, list[str]], choice: Choice) -> dict[str, Held]:
     )
 
 
-def _row(trajectory: Json, action: Json, tool: str, asked: str, output: str, form: Form) -> Json:
+def _row(
+    trajectory: Json, action: Json, tool: str, instruction: str, output: str, form: Form
+) -> Json:
     task_id, domain = trajectory.get("task_id"), trajectory.get("domain")
     if form == "rows":
         meta = {"task_id": task_id, "domain": domain, "step": action.get("step")}
-        return {"tool": tool, "instruction": asked, "output": output, "meta": meta}
-    said = [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]
+        return {"tool": tool, "instruction": instruction, "output": output, "meta": meta}
+    said = [{"role": "user", "content": instruction}, {"role": "assistant", "content": output}]
     return {
         "messages": said,
         "reward": reward_of(trajectory),

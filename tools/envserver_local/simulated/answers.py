@@ -447,9 +447,9 @@ class Planner:
         if body.model not in (None, MODEL):
             raise refusal(f"The model {body.model!r} does not exist.", param="model", status=404)
         context = self._config.context_tokens
-        asked = self._count(wish.rollout_id, prompt)
+        times = self._count(wish.rollout_id, prompt)
         place = f"{wish.rollout_id}|{len(prompt.ids)}|{prompt.fold}"
-        chance = generator(self._config.seed, "faults", f"{place}|{asked}")
+        chance = generator(self._config.seed, "faults", f"{place}|{times}")
         fault = self._fault(chance)
         ending = Ending(
             max_tokens=min(limit or context, context - len(prompt.ids)),
@@ -459,7 +459,7 @@ class Planner:
         )
         completions = []
         for number in range(body.n or 1):
-            key = f"{place}|{_nonce(body, asked)}|{number}"
+            key = f"{place}|{_nonce(body, times)}|{number}"
             fate = f"{wish.rollout_id}|{number}" if wish.rollout_id else key
             said = self._speaker.say(conversation, wish, fate=fate, key=key)
             ids = self._tokenizer.encode(said.text)
@@ -468,7 +468,7 @@ class Planner:
             ids.append(self._tokenizer.im_end)
             if chance.random() < self._config.truncate_rate:
                 ids = ids[: chance.randint(1, max(1, len(ids) - 1))]
-            name = hashlib.blake2b(f"{key}|{asked}".encode(), digest_size=12).hexdigest()
+            name = hashlib.blake2b(f"{key}|{times}".encode(), digest_size=12).hexdigest()
             completions.append(completed(self._tokenizer, prompt, ids, ending, name, top))
         if (most := body.prompt_logprobs) is not None:
             _, scored = _scored(self._tokenizer, 0, 0, prompt.ids, max(1, most))
@@ -483,9 +483,9 @@ class Planner:
 
     def _count(self, rollout_id: str, prompt: Prompt) -> int:
         """How often this was requested before, so that repeated requests differ."""
-        asked = (rollout_id, len(prompt.ids), prompt.fold)
-        count = self._asked.pop(asked, 0)
-        self._asked[asked] = count + 1
+        key = (rollout_id, len(prompt.ids), prompt.fold)
+        count = self._asked.pop(key, 0)
+        self._asked[key] = count + 1
         if len(self._asked) > _REMEMBERED_PROMPTS:
             self._asked.popitem(last=False)
         return count
@@ -493,7 +493,7 @@ class Planner:
     def _prompts(self, prompt: Any) -> list[Prompt]:
         """A request's prompt is a text, ids, or a list of either."""
         several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        return [self._one_prompt(one) for one in (prompt if several else [prompt])]
+        return [self._one_prompt(item) for item in (prompt if several else [prompt])]
 
     def _one_prompt(self, prompt: Any) -> Prompt:
         if isinstance(prompt, str) and prompt:
@@ -558,8 +558,8 @@ def _plan(
     return Plan(answer=answer, fault=fault, tokens=tokens, stream=bool(body.stream))
 
 
-def _nonce(body: Body, asked: int) -> str:
+def _nonce(body: Body, times: int) -> str:
     """A key that distinguishes the samples of one prompt."""
     if body.seed is not None:
         return f"seed {body.seed}"
-    return "greedy" if body.temperature == 0 else f"sample {asked}"
+    return "greedy" if body.temperature == 0 else f"sample {times}"

@@ -93,7 +93,7 @@ class Transcript:
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         keys = _keys(conversation.messages)
-        opening = next((one for one in keys if one in self._recordings), None)
+        opening = next((key for key in keys if key in self._recordings), None)
         if opening is None:
             last = conversation.messages[-1]["content"][:_SHOWN]
             raise refusal(f"The transcript has no conversation that begins like this: {last!r}.")
@@ -129,7 +129,7 @@ class Transcript:
         so_far = _answers(conversation.messages)
         recordings = self._recordings[opening]
         same = (recording for recording in recordings if recording.answers[:turn] == so_far)
-        return max(same, key=lambda one: len(one.answers), default=recordings[0])
+        return max(same, key=lambda recording: len(recording.answers), default=recordings[0])
 
     def _taken(self, opening: Opening) -> Recording:
         """The recordings of an opening in turn."""
@@ -146,7 +146,7 @@ def _keys(messages: list[Message]) -> Iterator[Opening]:
             break
         opening.append((message["role"], message["content"].strip()))
     yield tuple(opening)
-    without = tuple(one for one in opening if one[0] != "system")
+    without = tuple(message for message in opening if message[0] != "system")
     if len(without) < len(opening):
         yield without
 
@@ -193,10 +193,10 @@ def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
         # A row has its agent's conversation, and so may several rows, and `others`.
         own = [held[row] for row in rollout["rows"] if row < len(held)]
         others = [other["messages"] for other in rollout.get("others") or ()]
-        distinct = {json.dumps(one): one for one in (*own, *others) if one}
-        yield from ((str(rollout["rollout_id"]), one) for one in distinct.values())
+        distinct = {json.dumps(talk): talk for talk in (*own, *others) if talk}
+        yield from ((str(rollout["rollout_id"]), talk) for talk in distinct.values())
     if not rollouts:
-        yield from (("", one) for one in held if isinstance(one, list) and one)
+        yield from (("", talk) for talk in held if isinstance(talk, list) and talk)
     if held and isinstance(held[0], dict):
         yield "", held
     for agent in (document.get("metadata") or {}).get("sequences") or ():

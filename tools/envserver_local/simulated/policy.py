@@ -608,7 +608,7 @@ def is_valid(arguments: dict[str, Any], schema: dict[str, Any]) -> bool:
 
 def _other_values(schema: Any, value: Any, rng: random.Random) -> Iterator[Any]:
     if isinstance(schema, dict) and isinstance(schema.get("enum"), list):
-        others = [one for one in schema["enum"] if one != value]
+        others = [choice for choice in schema["enum"] if choice != value]
         yield from rng.sample(others, len(others))
         return
     for _ in range(_MOST_DRAWS):

@@ -66,10 +66,10 @@ class Conversation:
         for place, message in enumerate(self.messages):
             if message["role"] != "assistant":
                 continue
-            asked = _render(self.messages[:place], self.tools, add_generation_prompt=True)
+            prompt = _render(self.messages[:place], self.tools, add_generation_prompt=True)
             after = _render(self.messages[: place + 1], self.tools, add_generation_prompt=False)
-            said, end, rest = after.removeprefix(asked).rpartition(END_OF_TURN)
-            pieces += [Piece(asked.removeprefix(before), False), Piece(said + end, True)]
+            said, end, rest = after.removeprefix(prompt).rpartition(END_OF_TURN)
+            pieces += [Piece(prompt.removeprefix(before), False), Piece(said + end, True)]
             before = after.removesuffix(rest)
         return pieces
 
@@ -88,7 +88,7 @@ def read_conversations(path: Path) -> list[Conversation]:
                 raise InputError(f"{path}, line {number} is not a group: {error!r}.") from error
     if not found:
         raise InputError(f"{path} holds no conversation.")
-    return sorted(found, key=lambda one: one.rollout_id)
+    return sorted(found, key=lambda rollout: rollout.rollout_id)
 
 
 def texts(conversations: Iterable[Conversation]) -> list[str]:
@@ -230,7 +230,7 @@ def supervise(
 ) -> None:
     """Trains `model` in place, by batches of each of `kinds` (of conversations) in turn."""
     torch.set_num_threads(plan.threads)
-    rows = [[(one.right, _row(one, tokenizer)) for one in kind] for kind in kinds]
+    rows = [[(example.right, _row(example, tokenizer)) for example in kind] for kind in kinds]
     first = int(plan.steps * plan.right)
     phases = [
         *_batches([[row for right, row in kind if right] for kind in rows], first, plan, "right"),
@@ -313,7 +313,7 @@ def make(
     task; trained on in turn.
     """
     kinds = [read_conversations(path) for path in experts]
-    tokenizer = trained_tokenizer(texts(one for kind in kinds for one in kind))
+    tokenizer = trained_tokenizer(texts(example for kind in kinds for example in kind))
     model = new_model(
         seed=seed,
         vocabulary=VOCABULARY,

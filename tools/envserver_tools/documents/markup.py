@@ -173,7 +173,7 @@ def _said(part: ElementTree.Element, marks: dict[str, str]) -> str:
             case "line-break":
                 text = "\n"
             case "note" | "annotation" as kind:
-                body = " ".join(_said(one, marks) for one in inner.iterfind(".//{*}p"))
+                body = " ".join(_said(paragraph, marks) for paragraph in inner.iterfind(".//{*}p"))
                 text = f"[{'comment' if kind == 'annotation' else kind}: {body}]"
             case "span":
                 text = marked(_said(inner, marks), marks.get(facts.get("style-name", ""), ""))
@@ -204,7 +204,7 @@ def _beside_cells(data: bytes, limits: Limits) -> Iterator[str]:
                     end = address(row_number + down - 1, column + across - 1)
                     yield f"Merged cells of {sheet!r}: {place}:{end}"
                 for note in cell.iterfind(".//{*}annotation"):
-                    text = " ".join(_said(one, {}) for one in note.iterfind(".//{*}p"))
+                    text = " ".join(_said(paragraph, {}) for paragraph in note.iterfind(".//{*}p"))
                     yield f"Comment at {place} of {sheet!r}: {text}"
                 for link in cell.iterfind(".//{*}a"):
                     yield f"Link at {place} of {sheet!r}: {_facts(link).get('href')}"

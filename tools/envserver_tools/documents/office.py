@@ -106,11 +106,11 @@ def _related(archive: zipfile.ZipFile, path: str) -> dict[str, tuple[str, str]]:
     if relations not in archive.namelist():
         return {}
     found = {}
-    for one in ElementTree.fromstring(archive.read(relations)):
-        target = one.get("Target", "")
-        if one.get("TargetMode") != "External":
+    for relation in ElementTree.fromstring(archive.read(relations)):
+        target = relation.get("Target", "")
+        if relation.get("TargetMode") != "External":
             target = posixpath.normpath(posixpath.join("/", folder, target)).lstrip("/")
-        found[one.get("Id", "")] = one.get("Type", "").rpartition("/")[2], target
+        found[relation.get("Id", "")] = relation.get("Type", "").rpartition("/")[2], target
     return found
 
 
@@ -173,10 +173,10 @@ def _rich(value: Any) -> str:
     if not isinstance(value, list):
         return plain(value)
     return "".join(
-        one
-        if isinstance(one, str)
-        else marked(one.text, _mark(one.font.vertAlign, one.font.strike))
-        for one in value
+        item
+        if isinstance(item, str)
+        else marked(item.text, _mark(item.font.vertAlign, item.font.strike))
+        for item in value
     )
 
 
@@ -273,7 +273,7 @@ def _framed(frame: Any) -> str:
 def _part(part: Any, address: str | None) -> str:
     if part.tag.endswith("}br"):
         return "\n"
-    text = "".join(one.text or "" for one in part.iter("{*}t"))
+    text = "".join(run.text or "" for run in part.iter("{*}t"))
     style: Any = next(part.iter("{*}rPr"), {})
     raised = (style.get("baseline") or "").strip("0%")
     position = ("subscript" if raised[0] == "-" else "superscript") if raised else None
@@ -288,7 +288,7 @@ def _chart(chart: Any) -> Iterator[str]:
         yield table_row(["", *(str(category) for category in plot.categories)])
         for series in plot.series:
             yield table_row(
-                [series.name, *("" if one is None else plain(one) for one in series.values)]
+                [series.name, *("" if value is None else plain(value) for value in series.values)]
             )
 
 
@@ -308,7 +308,7 @@ def _pages(reader: Any) -> Iterator[str]:
         yield f"\n--- page {number + 1} of {count} ---"
         yield page.extract_text().strip() or "(no text: perhaps a picture)"
         objects = _resolved(_resolved(page.get("/Resources")).get("/XObject")).values()
-        if pictures := sum(_resolved(one).get("/Subtype") == "/Image" for one in objects):
+        if pictures := sum(_resolved(resource).get("/Subtype") == "/Image" for resource in objects):
             yield f"(not shown: {pictures} pictures)"
         for facts in map(_resolved, page.annotations or ()):
             if address := _resolved(facts.get("/A")).get("/URI"):
@@ -361,12 +361,15 @@ def _book(book: Any) -> Iterator[str]:
         "Cells stand with their values alone: formulas, fills and pictures are not shown, nor"
         " comments and links of xls and xlsb. The first column holds the row's number."
     )
-    for one in book.sheets_metadata:
-        sheet = book.get_sheet_by_name(one.name)
-        yield f"\n## Sheet {one.name!r}{'' if str(one.visible).endswith('Visible') else ', hidden'}"
+    for described in book.sheets_metadata:
+        sheet = book.get_sheet_by_name(described.name)
+        hidden = "" if str(described.visible).endswith("Visible") else ", hidden"
+        yield f"\n## Sheet {described.name!r}{hidden}"
         rows = sheet.to_python(skip_empty_area=False, nrows=_MOST_ROWS)
         yield from numbered(([*map(plain, row[:MOST_COLUMNS])] for row in rows), _MOST_ROWS)
         ranges = sheet.merged_cell_ranges or ()
-        merged = [":".join(address(row + 1, column + 1) for row, column in one) for one in ranges]
+        merged = [
+            ":".join(address(row + 1, column + 1) for row, column in corners) for corners in ranges
+        ]
         if merged:
             yield f"Merged cells: {', '.join(merged)}"

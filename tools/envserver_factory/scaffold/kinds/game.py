@@ -72,7 +72,7 @@ class MyEnv(Environment):
 
     def demonstration(self, task: Task) -> list[Message]:
         """Returns the guesses that halve what is left."""
-        return [{"role": "assistant", "content": str(one)} for one in _bisection(task)]
+        return [{"role": "assistant", "content": str(guess)} for guess in _bisection(task)]
 
     def known_results(self, task: Task) -> Iterator[KnownResult]:
         """Yields results for `envserver check`: the right one, and cheats that must not pay."""

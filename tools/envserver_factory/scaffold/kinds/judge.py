@@ -43,8 +43,8 @@ class MyEnv(Environment):
             yield Task(f"row-{number}", {"text": row["text"]}, hidden)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> str:
-        asked = f"Summarise this in one sentence of at most 12 words:\n\n{task.public['text']}"
-        return (await run.chat([{"role": "user", "content": asked}])).content
+        prompt = f"Summarise this in one sentence of at most 12 words:\n\n{task.public['text']}"
+        return (await run.chat([{"role": "user", "content": prompt}])).content
 
     async def score(self, task: Task, result: Result) -> Score:
         said = str(result.output or "").strip()

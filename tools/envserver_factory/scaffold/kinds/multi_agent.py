@@ -40,8 +40,8 @@ class MyEnv(Environment):
 
     async def rollout(self, task: PublicTask, run: Rollout) -> dict[str, str]:
         question = task.public["question"]
-        asked: list[Message] = [{"role": "user", "content": f"{question} Answer in one word."}]
-        answer = (await run.chat(asked, agent="solver")).content
+        messages: list[Message] = [{"role": "user", "content": f"{question} Answer in one word."}]
+        answer = (await run.chat(messages, agent="solver")).content
         doubt = f"{question} Somebody says: {answer!r}. Is that right? Answer yes or no."
         reply = await run.chat([{"role": "user", "content": doubt}], agent="critic")
         return {"answer": answer, "verdict": reply.content}

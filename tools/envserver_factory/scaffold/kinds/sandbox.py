@@ -40,8 +40,8 @@ class MyEnv(Environment):
             yield Task(f"row-{number}", {"question": row["question"]}, hidden)
 
     async def rollout(self, task: PublicTask, run: Rollout) -> str:
-        asked = f"{task.public['question']} Write the program in a ```python block."
-        return (await run.chat([{"role": "user", "content": asked}])).content
+        prompt = f"{task.public['question']} Write the program in a ```python block."
+        return (await run.chat([{"role": "user", "content": prompt}])).content
 
     async def score(self, task: Task, result: Result) -> Score:
         blocks = BLOCK.findall(str(result.output or ""))

@@ -41,8 +41,8 @@ class MyEnv(Environment[Question]):
             yield Question(f"row-{number}", **json.loads(line))
 
     async def rollout(self, task: Question, run: Rollout) -> str:
-        asked = f"{task.question} Answer in one word."
-        reply = await run.chat([{"role": "user", "content": asked}])
+        prompt = f"{task.question} Answer in one word."
+        reply = await run.chat([{"role": "user", "content": prompt}])
         return reply.content
 
     def score(self, task: Question, result: Result) -> Score:
