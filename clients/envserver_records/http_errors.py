@@ -35,7 +35,10 @@ _MAX_TEXT_BYTES: Final = 2000
 _CONFLICT: Final = 409
 _MAX_PAGE: Final = 8192
 _MAX_WORDS: Final = 200
-_PAGE: Final = re.compile(r"\s*<(!doctype html|html|head|body)\b", re.IGNORECASE)
+_PAGE: Final = re.compile(
+    r"\ufeff?\s*(?:<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(!doctype html|html|head|body)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 _TITLE: Final = re.compile(r"<title[^>]*>\s*([^<\s][^<]*)", re.IGNORECASE)
 _TAGS: Final = re.compile(r"<(script|style)\b.*?(</\1>|$)|<[^>]*(>|$)", re.IGNORECASE | re.DOTALL)
 

@@ -122,10 +122,10 @@ def run_compare(argv: list[str]) -> int:
 
 def _names(a: Path, b: Path) -> tuple[str, str]:
     """The folder names if they differ, the paths otherwise, A and B for the same path."""
-    ours, two = a.resolve().parts, b.resolve().parts
-    if ours[-1] != two[-1]:
-        return ours[-1], two[-1]
-    return ("A", "B") if ours == two else (str(a), str(b))
+    ours, theirs = a.resolve().parts, b.resolve().parts
+    if ours[-1] != theirs[-1]:
+        return ours[-1], theirs[-1]
+    return ("A", "B") if ours == theirs else (str(a), str(b))
 
 
 def _write(folder: Path, found: Comparison) -> None:

@@ -251,7 +251,7 @@ def _part(
     return PartComparison(
         name=name,
         reward=_paired([(pair.a_mean, pair.b_mean) for pair in pairs], rules),
-        passed=_paired([(mean(ours), mean(two)) for ours, two in passed], rules),
+        passed=_paired([(mean(ours), mean(theirs)) for ours, theirs in passed], rules),
         fourfold=_fourfold(passed),
         only_a=list(only_a),
         only_b=list(only_b),
@@ -282,9 +282,9 @@ def _paired(means: Sequence[tuple[float, float]], rules: Rules) -> Paired | None
 
 
 def _fourfold(passed: Sequence[tuple[list[float], list[float]]]) -> Fourfold | None:
-    if not passed or any(len(ours) != 1 or len(two) != 1 for ours, two in passed):
+    if not passed or any(len(ours) != 1 or len(theirs) != 1 for ours, theirs in passed):
         return None
-    found = [(bool(ours[0]), bool(two[0])) for ours, two in passed]
+    found = [(bool(ours[0]), bool(theirs[0])) for ours, theirs in passed]
     return Fourfold(
         both=found.count((True, True)),
         only_a=found.count((True, False)),
@@ -306,10 +306,10 @@ def _settings(
 ) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     for name in common:
-        ours, two = _flat(a[name].settings), _flat(b[name].settings)
+        ours, theirs = _flat(a[name].settings), _flat(b[name].settings)
         for key in ours:
-            if key in two and ours[key] != two[key]:
-                found[key if len(common) == 1 else f"{name}: {key}"] = (ours[key], two[key])
+            if key in theirs and ours[key] != theirs[key]:
+                found[key if len(common) == 1 else f"{name}: {key}"] = (ours[key], theirs[key])
     return found
 
 

@@ -369,7 +369,7 @@ def comparison_tables(found: Comparison) -> list[TextTable]:
         TextTable(
             "Settings that differ",
             ["", found.a, found.b],
-            [[name, _said(ours), _said(two)] for name, (ours, two) in found.settings.items()],
+            [[name, _said(ours), _said(theirs)] for name, (ours, theirs) in found.settings.items()],
         ),
     ]
     return [table for table in tables if table.rows]

@@ -67,6 +67,8 @@ _ROLES: Final[dict[str, Roles | None]] = {
 def _read_rules() -> Iterator[Rule]:
     table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
     for method, path, roles, *kinds in table["rules"]:
+        if not {"stream", "change"}.issuperset(kinds):
+            raise ValueError(f"access.toml: {method} {path}: {kinds}")
         yield Rule(method, path, _ROLES[roles], "stream" in kinds, "change" in kinds)
 
 

@@ -161,10 +161,9 @@ class Replicas:
                     await self._change.wait()
                     if (replica := self.pick(rollout_id, avoid)) is not None:
                         return replica
+        hint = "Register one with POST /v1/engines, or report its version."
         if self._is_hopeless:
             hint = "Start the engine that the run began with, or start a new run."
-            raise EngineUnavailable(self.missing(), hint=hint, is_another=True)
-        hint = "Register one with POST /v1/engines, or report its version."
         raise EngineUnavailable(self.missing(), hint=hint)
 
     @property

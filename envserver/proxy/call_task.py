@@ -16,6 +16,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
+import structlog
 from envserver_records.errors import (
     ConfigError,
     EngineError,
@@ -150,6 +151,7 @@ class AgentSession(NamedTuple):
     hooks: Hooks | None
 
 
+_log = structlog.get_logger("envserver.proxy")
 _AWAY = Backoff(1.0, max_seconds=15.0, jitter=(0.5, 1.0))
 _PATIENCE = 0.9
 """Share of an attempt's time left for which a call waits for an engine that is away: the agent must
@@ -189,6 +191,8 @@ class CallTask:
         self.task: asyncio.Task[dict[str, Any]] | None = None
         """The task of a whole answer, as the agent may see it; None for a stream."""
         self._asked = False
+        self.away: EngineUnavailable | None = None
+        """Why it waits, or has waited, for the engine."""
         self._failure: EnvserverError | None = None
         self._waiting = 1
         self._delivered = False
@@ -229,7 +233,14 @@ class CallTask:
         wanted = (self.request.wanted_tokens, self._route.sampling.get("max_tokens"))
         self._most_tokens = min((n for n in wanted if n is not None), default=None)
         most = self._attempt.spec.limits.max_row_tokens
-        if most is not None and self._route.trained and self._ready.exact and not images:
+        of_text = request.prompt is not None
+        if (
+            most is not None
+            and self._route.trained
+            and self._ready.exact
+            and not (images or of_text)
+        ):
+            self._body.body["model"] = self._endpoint.model(self._route.model)
             self._most_tokens = await self._fitting(self._most_tokens, most)
         note_tools(self._attempt, self._agent, request)
 
@@ -242,16 +253,20 @@ class CallTask:
         # The engine's context ends an answer that has no limit; a limit beyond it is refused.
         ends_first = context is not None and most < context
         if plan.ids is None and (wanted is not None or not ends_first):
-            shown = plan.text or f"{self._sent.messages}{self._sent.tools}{self._sent.prompt}"
+            shown = plan.text or f"{self._sent.messages}{self._sent.tools}"
             room = most - (wanted or 1)
             if len(shown) <= room and len(shown.encode("utf-8", "surrogatepass")) <= room:
                 return wanted  # a token has at least one byte
+        if plan.text is None and not self._ready.counts:
+            return wanted
         try:
             prompt = await self._ready.prompt_tokens(
                 self._attempt, plan, self._body.body, self._agent
             )
         except EngineError:
             return wanted  # the call itself will say what is wrong
+        if prompt is None and self._attempt.calls:  # else the model may not be loaded yet
+            self._ready.counts = False
         # Without a first answer nothing could be trained: the group is dropped, and says why.
         if prompt is None or (prompt >= most and not self._attempt.calls):
             return wanted
@@ -352,7 +367,7 @@ class CallTask:
     async def _at_engine(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Calls `ask`, again after a pause that aborted it or while its version is missing; also
         while the engine is away, if the attempt has calls, which would be lost with it."""
-        missing_version, away, patience_until = MissingVersion(), 0, 0.0
+        missing_version, tries, patience_until = MissingVersion(), 0, 0.0
         while True:
             self._collector = None
             try:
@@ -362,15 +377,18 @@ class CallTask:
                 if self._first_at is not None:
                     raise EngineUnavailable("The engine was paused during a stream.") from None
             except EngineUnavailable as error:
-                if away == 0:
+                if tries == 0:
                     patience_until = time.time() + _PATIENCE * self._attempt.seconds_left
-                away += 1
-                pause = _AWAY.seconds(away, random.random())
-                may_wait = self._attempt.calls and self._first_at is None
-                is_late = time.time() + pause > patience_until
-                if is_late or not may_wait or error.detail.get("is_another"):
+                tries += 1
+                pause = _AWAY.seconds(tries, random.random())
+                may_wait = _is_away(error) and self._attempt.calls and self._first_at is None
+                if not may_wait or time.time() + pause > patience_until:
                     raise
+                if tries == 1:
+                    _log.info("call_waits_for_engine", error=str(error))
                 self._attempt.engine_away(error, self._agent)
+                self.away = error
+                self._asked = False  # if its client leaves now, there was no call
                 await asyncio.sleep(pause)
             except EngineRefused as error:
                 model = self._route.model
@@ -532,7 +550,7 @@ class CallTask:
     @contextmanager
     def _sampling(self) -> Iterator[Span]:
         """Context in which the engine samples, with the current policy version or a later one."""
-        self._asked = True
+        self._asked, self.away = True, None
         self._first_version = self._version
         self._body.body["model"] = self._endpoint.model(self._route.model)
         with (
@@ -570,6 +588,11 @@ class CallTask:
     def _session(self) -> EngineSession:
         seconds = max(0.0, self._attempt.seconds_left)
         return EngineSession(self._endpoint.engine, self._routing_key, seconds)
+
+
+def _is_away(error: EngineUnavailable) -> bool:
+    """Whether the engine may come back by itself: nobody has to do what a hint says."""
+    return not error.hint and error.detail.get("status") in (None, 502, 503, 504)
 
 
 def _is_usable(call: Call) -> bool:

@@ -95,6 +95,7 @@ VERSION_PLACEHOLDER = "{version}"
 """The policy version in a model's name, as in a LoRA adapter's: `policy@{version}`."""
 _LONG_TEXT = 16_384
 """Characters above which a text is tokenised in a thread; it takes some milliseconds."""
+_COUNT_SECONDS = 30.0
 _MANY_MESSAGES = 128
 """Messages above which a prompt is planned in a thread: each is rendered several times."""
 
@@ -118,7 +119,7 @@ class ReadyEngine:
         self._tokens = tokens
         self._differs_at = ""
         """The first message that the engine rendered otherwise than we do."""
-        self._counts = True
+        self.counts = True
         """Whether the engine counts tokens, as far as is known."""
         self._planning = asyncio.Lock()
         """One long plan at a time: threads would only compete for the interpreter."""
@@ -216,13 +217,9 @@ class ReadyEngine:
             async with attempt.planning:
                 await attempt.in_flight.may_read()
                 return await asyncio.to_thread(_counted, self._format, plan.text, attempt.in_flight)
-        if not self._counts:
-            return None
-        routing_key = attempt.spec.routing_key(agent)
-        session = EngineSession(self._engine, routing_key, max(0.0, attempt.seconds_left))
-        tokens = await tokenized(session, body)
-        self._counts = tokens is not None
-        return tokens
+        seconds = min(_COUNT_SECONDS, max(0.0, attempt.seconds_left))
+        session = EngineSession(self._engine, attempt.spec.routing_key(agent), seconds)
+        return await tokenized(session, body)
 
     async def plan(
         self, attempt: ProxyAttempt, request: ModelRequest, body: dict[str, Any], agent: str | None

@@ -215,7 +215,7 @@ class RequestHandler:
         if interrupted.reason == "sealed" or call_task.calls:
             await self._fail(ended())
         else:
-            await self._fail(call_task.failed(_too_slow()))
+            await self._fail(call_task.failed(call_task.away or _too_slow()))
 
     def _gone(self, call_task: CallTask) -> None:
         """Handles a hang-up: a whole answer is still awaited and recorded, a stream is not."""
@@ -227,7 +227,7 @@ class RequestHandler:
             call_task.break_off("disconnect")
         if late:
             # The worker stopped the agent at the deadline while the engine was sampling.
-            call_task.failed(_too_slow())
+            call_task.failed(call_task.away or _too_slow())
         elif call_task.task is None and not call_task.calls:
             self._attempt.return_turn(self._agent, side=call_task.request.may_be_side)
 

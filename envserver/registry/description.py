@@ -95,9 +95,9 @@ def _has_services(kind: type[Environment]) -> bool:
     held = [value for base in kind.__mro__ for value in vars(base).values()]
     listed = kind.tools if isinstance(kind.tools, list | tuple) else ()
     return _overrides(kind, "services") or any(
-        (isinstance(name, TypedTool) and name.on_server)
-        or (isinstance(name, McpServer) and name.shared)
-        for name in (*held, *listed)
+        (isinstance(value, TypedTool) and value.on_server)
+        or (isinstance(value, McpServer) and value.shared)
+        for value in (*held, *listed)
     )
 
 

@@ -166,9 +166,12 @@ def _hook_bug(bug: Bug) -> HookBug:
 def _logged(what: str, rollout_id: str, bug: Bug) -> ServiceError:
     """The message may hold addresses and keys: it goes to the log only."""
     _log.error("service_failed", rollout_id=rollout_id, what=what, traceback=bug.traceback)
-    said, kind = f"{hash(bug.message):x}", getattr(builtins, bug.kind, EnvserverError)
+    said, kind = f"{hash(bug.message):x}", getattr(builtins, bug.kind, None)
     failed = f"The {what} failed: {bug.kind} {bug.place}"
-    return ServiceError(failed, place="", said=said, **may_be_bug(kind("")))
+    error: Exception = EnvserverError("")
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        error = kind("") if issubclass(kind, OSError) else Exception()  # others need arguments
+    return ServiceError(failed, place="", said=said, **may_be_bug(error))
 
 
 class _State(msgspec.Struct, frozen=True, eq=False):

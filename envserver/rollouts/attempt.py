@@ -445,9 +445,10 @@ def ending_limit(attempt: ProxyAttempt, isolation: Isolation = "pooled") -> str 
     if failure.kind == ServiceError.kind and attempt.service_failure is not None:
         raise as_error(attempt.service_failure)  # the server knows why
     sandbox, place = attempt.sandbox_failure, failure.detail.get("sandbox", "")
-    if sandbox is not None and (place or failure.kind == sandbox.kind):  # and more of it
+    wrapped = bool(place) and failure.kind == AgentError.kind
+    if sandbox is not None and (wrapped or failure.kind == sandbox.kind):  # and more of it
         error = as_error(sandbox)
-        if "bug" in error.detail:
+        if place and "bug" in error.detail:
             error.detail["bug"] += f" {place}"
         raise error
     raise as_error(failure)

@@ -243,7 +243,7 @@ def _played(spec: AttemptSpec, agent: str | None) -> AttemptSpec:
     def is_played(name: str, route: AgentRoute) -> bool:
         if agent is not None:
             return name == agent
-        return route.trained or not any(agent.trained for agent in spec.agents.values())
+        return route.trained or not any(other.trained for other in spec.agents.values())
 
     return msgspec.structs.replace(
         spec,

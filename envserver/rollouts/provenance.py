@@ -120,7 +120,7 @@ def _files_facts(file: Path) -> dict[str, Any]:
 def _sources(file: Path) -> list[Path]:
     folder = file.parent
     if file.name not in ("env.py", "__init__.py"):
-        loaded = {Path(file) for file in map(_file_of, list(sys.modules.values())) if file}
+        loaded = {Path(name) for name in map(_file_of, list(sys.modules.values())) if name}
         beside = {
             path for path in loaded if path.parent == folder and "site-packages" not in path.parts
         }

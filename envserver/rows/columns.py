@@ -222,12 +222,10 @@ class Columns:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def task(self, task_id: str, row: Row) -> Task:
-        messages = columns_in(self.prompt)
+        columns = columns_in(self.prompt)
         answer = self.answer or (ANSWER if ANSWER in row else "")
-        took(
-            [*(f"prompt: {name}" for name in messages), *([f"answer: {answer}"] if answer else [])]
-        )
-        shown = {name: _plain(_value(row, name)) for name in messages}
+        took([*(f"prompt: {name}" for name in columns), *([f"answer: {answer}"] if answer else [])])
+        shown = {name: _plain(_value(row, name)) for name in columns}
         shown = {name: value for name, value in shown.items() if not isinstance(value, list)}
         hidden: dict[str, Any] = {"columns": {}}
         if answer:
@@ -235,7 +233,7 @@ class Columns:
         wanted = self.names or {name: name for name in row}
         for name, column in wanted.items():
             value = _plain(_value(row, column))
-            if column not in messages:
+            if column not in columns:
                 hidden["columns"][name] = value
             elif name != column:
                 shown[name] = value

@@ -243,10 +243,11 @@ class _Plays:
     async def score_groups(self) -> None:
         """Scores the rollouts of each task as a group; each mistake is a problem once."""
         failed: dict[str, str] = {}
+        size = max(2, self._context.environment.config.group_size)
         for rollouts in self._groups.values():
-            task = rollouts[0].attempt.spec.task
+            task, group = rollouts[0].attempt.spec.task, rollouts[:size]
             try:
-                await group_scores(self._context, task, rollouts if len(rollouts) > 1 else [])
+                await group_scores(self._context, task, group if len(group) > 1 else [])
             except EnvserverError as error:
                 problem = f"The group of task {task.id!r} cannot be scored: {_placed(error)}"
                 failed.setdefault(_placed(error), problem)

@@ -102,13 +102,13 @@ class EngineChecks:
 
 
 def differences(known: Capabilities, other: Capabilities) -> list[str]:
-    mine, two = known.probe_result, other.probe_result
+    ours, theirs = known.probe_result, other.probe_result
     words = [
-        f"it {what} {_shown(getattr(two, name))}, they {_shown(getattr(mine, name))}"
+        f"it {what} {_shown(getattr(theirs, name))}, they {_shown(getattr(ours, name))}"
         for name, what in _COMPARED.items()
-        if getattr(mine, name) != getattr(two, name)
+        if getattr(ours, name) != getattr(theirs, name)
     ]
-    if mine.echoes[1:] != two.echoes[1:]:
+    if ours.echoes[1:] != theirs.echoes[1:]:
         words.append("it renders the same tools to other token ids")
     if known.format is not None and other.format is not None:
         if known.format.template_digest != other.format.template_digest:

@@ -164,7 +164,9 @@ class GroupRun:
             work = several.run(view.say)
             ending = await run_until_stopped(work, several, self.stop)
             made = sum(already.values()) + self.groups.total()
-            self.stopped = ending != "done" and not (several.complete or made == self.expected)
+            self.stopped = ending != "done" and not (
+                several.complete or (self.expected is not None and made >= self.expected)
+            )
             if self.for_training and not self.stopped:
                 for scheduler in schedulers.values():
                     scheduler.check()

@@ -339,7 +339,8 @@ class Tally(Meter):
             self.add("groups_alike", environment, what)
         for trajectory in group.trajectories:
             self._rewarded(environment, trajectory.score)
-            if (errors := trajectory.metrics.get("tool_errors")) is not None:
+            errors = trajectory.metrics.get("tool_errors", -1.0)
+            if errors >= 0:  # an environment may have another metric of that name
                 self.add("tool_errors", environment, value=errors)
             self.row_lengths.extend(len(row.tokens) for row in trajectory.sequences)
         rewards = [

@@ -91,8 +91,8 @@ def share_total(listed: Sequence[M], own: Sequence[bool]) -> list[M]:
     """
     totals = {
         total
-        for name, its_own in zip(listed, own, strict=True)
-        for total in (name.total_groups, None if its_own else name.env.total_steps)
+        for entry, its_own in zip(listed, own, strict=True)
+        for total in (entry.total_groups, None if its_own else entry.env.total_steps)
         if total is not None
     }
     total = min(totals, default=None)

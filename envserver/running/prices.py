@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from envserver_records.costs import Prices
@@ -36,7 +36,11 @@ def pricing_of(config: PricesConfig, model: str | None, models_file: Path) -> Pr
                 f"{config.file} has no prices for {served!r}.",
                 hint=f"Did you mean {near[0]!r}?" if near else f"It has: {', '.join(listed)}.",
             )
-        found = listed[served]
+        try:
+            found = msgspec.convert(listed[served], _Listed)
+        except msgspec.ValidationError as error:
+            place = f"{config.file}, {served}"
+            raise _unreadable(f"{place}: {error}.", place) from None
         return prices_of(found.prompt, found.completion, config.currency, str(config.file))
 
     return pricing
@@ -83,12 +87,13 @@ class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     completion: float
 
 
-def _read_prices(path: Path) -> dict[str, _Listed]:
+def _read_prices(path: Path) -> dict[str, Any]:
     try:
-        return msgspec.yaml.decode(path.read_bytes(), type=dict[str, _Listed])
+        return msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}.",
-            hint="It is written MODEL: {prompt: 0.15, completion: 0.6}, per million tokens.",
-            place=str(path),
-        ) from error
+        raise _unreadable(f"{path} cannot be read: {error}.", str(path)) from error
+
+
+def _unreadable(message: str, place: str) -> InputError:
+    hint = "Prices are written MODEL: {prompt: 0.15, completion: 0.6}, per million tokens."
+    return InputError(message, hint=hint, place=place)

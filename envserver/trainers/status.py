@@ -228,7 +228,7 @@ def add_alarm_routes(router: APIRouter, book: AlarmBook) -> None:
     @router.get("/v1/alarms", **route(AlarmsAnswer, what="The active alarms."))
     async def alarms() -> Response:
         """Returns what is wrong now. It is checked every ten seconds."""
-        listed = [rollout.facts() for rollout in book.active]
+        listed = [alarm.facts() for alarm in book.active]
         return json_answer({"alarms": listed, "checked_at": book.checked_at})
 
 

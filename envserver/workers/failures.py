@@ -66,11 +66,14 @@ def failure_of(
 
 def _chain(error: BaseException) -> list[BaseException]:
     """Returns `error`, and the errors in its groups, causes and contexts."""
-    chain = [error]
+    chain, seen = [error], {id(error)}
     for known in chain:  # it grows meanwhile
         inner = known.exceptions if isinstance(known, BaseExceptionGroup) else ()
-        behind = (*inner, known.__cause__, known.__context__)
-        chain += [each for each in behind if each is not None and each not in chain]
+        context = None if known.__suppress_context__ else known.__context__
+        for each in (*inner, known.__cause__, context):
+            if each is not None and id(each) not in seen:
+                seen.add(id(each))
+                chain.append(each)
     return chain
 
 

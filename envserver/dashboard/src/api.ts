@@ -38,19 +38,23 @@ export async function send<T>(method: "POST" | "DELETE", path: string, body?: un
 const MOST_MS = 60_000;
 
 async function answer(path: string, init: RequestInit): Promise<unknown> {
-  const late = new AbortController();
-  const timer = setTimeout(() => late.abort(), MOST_MS);
+  const stop = new AbortController();
+  const end = () => stop.abort();
+  init.signal?.addEventListener("abort", end);
+  const timer = setTimeout(end, MOST_MS);
   let response: Response;
   let text: string;
   try {
-    response = await fetch(path, { ...init, signal: init.signal ? AbortSignal.any([init.signal, late.signal]) : late.signal });
+    response = await fetch(path, { ...init, signal: stop.signal });
+    clearTimeout(timer); // a long answer may take its time
     text = await response.text();
   } catch (error) {
     if (init.signal?.aborted) throw error;
-    const since = late.signal.aborted ? ` for ${MOST_MS / 1000} seconds` : "";
+    const since = stop.signal.aborted ? ` for ${MOST_MS / 1000} seconds` : "";
     throw new Problem(0, `The server does not answer${since}.`, "This page tries again by itself.");
   } finally {
     clearTimeout(timer);
+    init.signal?.removeEventListener("abort", end);
   }
   if (response.status === 401 && init.method === undefined) onLogin();
   let body: any = null;

@@ -7,7 +7,7 @@ const RETRY_SECONDS = 2;
 const place = document.getElementById("docs")!;
 
 async function show(): Promise<void> {
-  const answer = await fetch("openapi.json").catch(() => null);
+  const answer = await fetch("openapi.json", { signal: AbortSignal.timeout(60_000) }).catch(() => null);
   if (answer?.ok) {
     const spec = await answer.json();
     // Calls go to where this page is, behind whatever path prefix.
