@@ -111,7 +111,7 @@ def test_the_count_is_that_of_the_prompt_and_a_shortened_talk_goes_on(tmp_path: 
     (tmp_path / "counting.py").write_text(CASES["counting"])
     ran = envserver(
         "process", "--env", "counting.py", "--model", "sim", "--sim.latency_seconds", 0,
-        "--sim.context_tokens", 32768, "--env.max_token_length", 65536,
+        "--sim.context_tokens", 32768, "--env.max_token_length", 131072,
         "--workers.processes", 1, "--env.group_size", 1, "--env.total_steps", 1,
         "--env.data_path_to_save_groups", "out.jsonl",
         folder=tmp_path,
