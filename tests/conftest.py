@@ -132,8 +132,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _group(nodeid: str) -> str:
     """Tests of one group run in one process, in their order: those of a file, or of all files that
-    need the real vLLM.
-    """
+    need the real vLLM."""
     file = nodeid.partition("::")[0]
     return "vllm" if _needs_vllm(ROOT / file) else file
 
@@ -207,8 +206,7 @@ def learning_vllm(
     vllm_python: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     """Another, which takes new weights. Its output layer is its embedding: what vLLM's own reload
-    gets wrong on a CPU. Its logprobs are those after the temperature, and it does not think.
-    """
+    gets wrong on a CPU. Its logprobs are those after the temperature, and it does not think."""
     more = ("--logprobs-mode", "processed_logprobs", "--reasoning-parser", "qwen3")
     more += ("--default-chat-template-kwargs", '{"enable_thinking": false}')
     folder = tmp_path_factory.mktemp("learning")

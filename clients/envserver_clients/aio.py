@@ -137,8 +137,7 @@ class EnvClient:
 
     async def register(self) -> Json:
         """Creates or continues the run; returns what the server knows about it. Raises
-        ConflictError: a run of this name has another delivery.
-        """
+        ConflictError: a run of this name has another delivery."""
         return await self._json("POST", "/v1/runs", self._about)
 
     async def resume(self, checkpoint: str | None) -> Json:
@@ -327,8 +326,7 @@ class EnvClient:
 
     async def set_aside(self, batch: Batch | str, group_ids: Sequence[str], *, reason: str) -> None:
         """Takes groups that cannot be used out of the batch: they are never delivered again. Train
-        on the others, and acknowledge the batch as usual.
-        """
+        on the others, and acknowledge the batch as usual."""
         await self._on_lease("nack", batch, group_ids=list(group_ids), reason=reason)
 
     async def _close_lease(self, what: str, batch: Batch | str, **more: Any) -> None:

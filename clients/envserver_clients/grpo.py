@@ -61,8 +61,7 @@ log = logging.getLogger(__name__)
 
 def train(settings: TrainerSettings, console: Console) -> None:
     """Trains until a limit of `settings` is reached; continues an existing `settings.output`.
-    Raises EnvserverError: server or engine are unavailable or refuse; the message says why.
-    """
+    Raises EnvserverError: server or engine are unavailable or refuse; the message says why."""
     torch.manual_seed(settings.seed)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)

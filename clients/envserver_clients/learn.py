@@ -105,8 +105,7 @@ class Children:
 
     def wait_for(self, name: str) -> int:
         """Waits until a process ends by itself; returns its exit status. Others that die meanwhile
-        are restarted. Raises EnvserverError: a process died too often.
-        """
+        are restarted. Raises EnvserverError: a process died too often."""
         while True:
             for other, process in list(self._running.items()):
                 status = process.poll()
@@ -259,8 +258,7 @@ def _tiny_model(settings: LearnSettings, console: Console) -> Path:
 
 def _engine(settings: LearnSettings, model: Path, address: str) -> list[str]:
     """Starts with the trainer's last weights, also after a crash; adapters are transferred
-    again.
-    """
+    again."""
     words = [sys.executable, "-m", "envserver_local", "--port", _port(address)]
     words += ["--threads", "1", "--device", settings.device]
     if settings.lora_rank:

@@ -242,8 +242,7 @@ def _logprobs(
 
 def opened(image: RowImage) -> Any:
     """An image as Pillow's, in RGB, as vLLM makes it: turned as its EXIF data say, on white where
-    it is transparent. Raises InputError.
-    """
+    it is transparent. Raises InputError."""
     from PIL import Image, ImageOps
 
     try:

@@ -13,8 +13,7 @@ MILLION = 1_000_000
 
 class Prices(msgspec.Struct, frozen=True, kw_only=True):
     """The prices of a model: of a million prompt and completion tokens, and where they come
-    from.
-    """
+    from."""
 
     prompt: float
     completion: float

@@ -394,8 +394,7 @@ class Link(NamedTuple):
 
 def chained(line: bytes, previous: str) -> bytes:
     """Returns `line` (a JSON object and a newline) with its link; `previous`: see
-    `digest_after`.
-    """
+    `digest_after`."""
     body = line.removesuffix(b"\n").removesuffix(b"}")
     said = previous.encode()
     return body + _CHAIN % (said, digest_of(said, body).encode())

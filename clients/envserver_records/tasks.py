@@ -96,8 +96,7 @@ class RewardRange(msgspec.Struct, frozen=True):
 
     def share(self, reward: float) -> float:
         """Returns how far `reward` is from `low` (0) to `solved_at` (1), clipped; without a finite
-        lower bound 1 for a solved task, else 0.
-        """
+        lower bound 1 for a solved task, else 0."""
         if self.low == 0.0 and self.solved_at == 1.0:
             return min(max(reward, 0.0), 1.0)
         if not math.isfinite(self.low) or self.solved_at <= self.low:

@@ -199,8 +199,7 @@ def find_command(name: str) -> Command | None:
 
 def main(argv: Sequence[str] | None = None, *, environment: str | None = None) -> int:
     """Runs one command; returns the exit status. `argv`: unset: that of this process.
-    `environment`: what `--env` would name (`python -m environments.math ...`).
-    """
+    `environment`: what `--env` would name (`python -m environments.math ...`)."""
     _open_closed_streams()
     try:
         status = _main(argv, environment)
@@ -285,8 +284,7 @@ def _run(command: Command, argv: list[str], debug: bool, environment: str | None
 def lean_imports() -> Iterator[None]:
     """Imports in the block leave out work that a start does not need; Ctrl-C waits for its end.
     What is left out is made when it is used. Libraries in C and Rust do not expect Ctrl-C while
-    they are imported.
-    """
+    they are imported."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # The collector would spend a sixth of a start on what imports make, which stays.
     collects = gc.isenabled()
@@ -338,8 +336,7 @@ def _explain(error: BaseException) -> int:
 
 def _open_closed_streams() -> None:
     """Opens /dev/null for stdin, stdout and stderr if they are closed (`>&-`): otherwise the next
-    opened file would take their descriptor and receive printed output.
-    """
+    opened file would take their descriptor and receive printed output."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)

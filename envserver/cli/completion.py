@@ -91,8 +91,7 @@ def run(argv: list[str]) -> int:
 
 def candidates(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """`words` ends with the word to complete, which may be empty. bash splits `--name=va` into
-    three words, other shells do not.
-    """
+    three words, other shells do not."""
     *before, current = words or [""]
     if current == "=":
         current = ""

@@ -60,8 +60,7 @@ def table(
 
 class Console(rich.console.Console):  # noqa: TID251
     """A console that shows control characters of its texts as escapes: they come from models, tasks
-    and engines, and only rich itself moves the cursor and sets colours.
-    """
+    and engines, and only rich itself moves the cursor and sets colours."""
 
     def say(self, text: str, style: str | None = None) -> None:
         """Prints `text` as it is: without markup, colours of rich's own and line breaks."""

@@ -62,8 +62,7 @@ def show_rollout(
 
 def show_sample(console: Console, group: Group) -> None:
     """Prints the best and the worst rollout of a group (one, if all rewards are equal; of two
-    both), with long texts and conversations shortened.
-    """
+    both), with long texts and conversations shortened."""
     for rollout, place in _sample(group.trajectories):
         show_rollout(console, rollout, place, shortened=True)
 

@@ -69,11 +69,9 @@ def spare_collector() -> None:
 
 
 def map_large_buffers() -> None:
-    """Lets glibc give large buffers back as soon as they are freed (mallopt(3)).
-
-    Otherwise it learns to keep those of up to 32 MB in its heap, where what a conversation adds
-    meanwhile lies between them: a rollout of 200,000 tokens held 14 MB instead of 7.
-    """
+    """Lets glibc give large buffers back when they are freed (mallopt(3)). Otherwise it learns to
+    keep those of up to 32 MB in its heap, where what a conversation adds meanwhile lies between
+    them: a rollout of 200,000 tokens held 14 MB instead of 7."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # other C libraries have none
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
@@ -198,8 +196,7 @@ def show_logs(settings: LogSettings) -> None:
 
 def configure_logs(level: str, form: LogFormat = "auto") -> None:
     """Shows events of at least `level` ("debug" ... "error"); for libraries, at least warnings.
-    `form`: auto is console.
-    """
+    `form`: auto is console."""
     number = logging.getLevelNamesMapping()[level.upper()]
     stderr = cast(TextIO, CurrentStderr())
     shared: list[Processor] = [
@@ -230,8 +227,7 @@ def configure_logs(level: str, form: LogFormat = "auto") -> None:
 
 class FewWarnings(logging.Filter):
     """Lets ten equal warnings of a library pass, then one in ten seconds.
-    Every client can cause some: uvicorn writes one for each request that is not HTTP.
-    """
+    Every client can cause some: uvicorn writes one for each request that is not HTTP."""
 
     def __init__(self) -> None:
         super().__init__()

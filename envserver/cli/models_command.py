@@ -388,8 +388,7 @@ _BETTER = {
 class ProbedEngine(msgspec.Struct, frozen=True, kw_only=True):
     """The probe result of one address. `template_kwargs`: variables that the engine gives to every
     chat template, configured or detected; `not_stitched`: why conversations cannot be continued
-    from recorded tokens.
-    """
+    from recorded tokens."""
 
     url: str
     probe_result: ProbeResult

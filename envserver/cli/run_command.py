@@ -168,8 +168,7 @@ def watch(argv: Sequence[str], spec: RunSpec[RunSettings], console: Console) -> 
 
 def modified(spec: RunSpec[RunSettings]) -> Times:
     """Returns the files of an environment with the times of their last change, in nanoseconds: its
-    own file, those beside it in a package, and those that its reference and its settings name.
-    """
+    own file, those beside it in a package, and those that its reference and its settings name."""
     from ..registry.hosted import HostedEnvironment
 
     kind = spec.environment_class

@@ -103,8 +103,7 @@ def chosen_values(
     warn: Callable[[str], None],
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the values from the strongest source of each option, and where each was given.
-    `all_given`: from the weakest source to the strongest; several only of repeated flags count.
-    """
+    `all_given`: from the weakest source to the strongest; several only of repeated flags count."""
     chosen: dict[str, list[Given]] = {}
     problems: list[str] = []
     for given in all_given:
@@ -221,8 +220,7 @@ def export_dotenv(
     folder: Path, environ: MutableMapping[str, str], warn: Callable[[str], None]
 ) -> None:
     """Sets the tokens of services that `.env` holds and the environment lacks: their clients look
-    for them there.
-    """
+    for them there."""
     values = read_dotenv_values(folder / ".env", _READ_ELSEWHERE)
     new = {name: value for name, value in values.items() if value and name not in environ}
     environ.update(new)

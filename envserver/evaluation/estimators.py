@@ -76,8 +76,7 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 def estimate_of_means(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Estimate:
     """Returns the mean of the groups' means with equal weights; tasks are resampled within each
     group.
-    Raises ValueError: there is no group, or a group has no values.
-    """
+    Raises ValueError: there is no group, or a group has no values."""
     if not groups or not all(groups):
         raise ValueError("The mean of no values is undefined.")
     value = math.fsum(math.fsum(values) / len(values) for values in groups) / len(groups)

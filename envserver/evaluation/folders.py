@@ -382,8 +382,7 @@ def _results(folder: Path, baseline: str, run: Evaluated) -> tuple[list[TaskResu
 
 def report_of_files(place: Path, view: View) -> list[Report]:
     """Returns a report for each environment in files of groups; groups of the same task are one
-    task.
-    """
+    task."""
     by_env: dict[str, list[GroupFacts]] = {}
     for path in files_of(str(place)):
         for facts in read_facts(path):

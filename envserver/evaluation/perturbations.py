@@ -109,8 +109,7 @@ class Asking(msgspec.Struct, frozen=True, kw_only=True):
 
 def askings(kinds: list[str], paraphrases: Path | None) -> dict[str, Asking]:
     """Returns the ways to ask beside the original, by name; `paraphrases`: JSONL of {"task_id",
-    "question"}.
-    """
+    "question"}."""
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
         raise ConfigError(

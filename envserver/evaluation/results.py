@@ -236,8 +236,7 @@ def read_results(
     groups: Path, tasks: Iterable[TaskFacts], *, group_size: int
 ) -> tuple[list[TaskResult], str]:
     """Returns the results of the tasks that have any, from a file that `envserver evaluate` or
-    `process` wrote, and its model ("": unknown); all attempts of a dropped group are lost.
-    """
+    `process` wrote, and its model ("": unknown); all attempts of a dropped group are lost."""
     by_group = {facts.group_id: facts for facts in read_facts(groups)}
     results = []
     for task in tasks:

@@ -312,8 +312,7 @@ def problems_of_trace(document: Any) -> list[str]:
 
 def unified_of_trace(trace: Json, *, domain: str = "swe") -> Json:
     """Returns a valid trace as a unified trajectory: thoughts are `reason`, a call and its result
-    one action, the final text `finalize`, an error an action of that name.
-    """
+    one action, the final text `finalize`, an error an action of that name."""
     outcome, model = trace["outcome"], trace["model"]
     finals = [step["text"] for step in trace["steps"] if step["type"] == "final"]
     start = _seconds(trace["timestamp"])

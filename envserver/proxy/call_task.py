@@ -154,8 +154,7 @@ class AgentSession(NamedTuple):
 _log = structlog.get_logger("envserver.proxy")
 _AWAY = Backoff(1.0, max_seconds=15.0, jitter=(0.5, 1.0))
 _PATIENCE = 0.9
-"""Share of an attempt's time left for which a call waits for an engine that is away: the agent must
-still see the failure, not the end of its time."""
+"""Share of the time left for which a call waits: the agent must see the failure, not the end."""
 T = TypeVar("T")
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -247,8 +246,7 @@ class CallTask:
     async def _fitting(self, wanted: int | None, most: int) -> int | None:
         """Returns how many of the `wanted` tokens an answer may have so that its row has at most
         `most`; None: as many as the engine gives. If none fits, it raises what an engine would, so
-        that agents' clients shorten their conversation.
-        """
+        that agents' clients shorten their conversation."""
         plan, context = self._prompt, self._ready.max_model_len
         # The engine's context ends an answer that has no limit; a limit beyond it is refused.
         ends_first = context is not None and most < context

@@ -435,8 +435,7 @@ class Fleet:
 class Load(msgspec.Struct, frozen=True):
     """What decides how many runners there are.
     `groups`: groups that may be open now, with those that are. `engine_waits`: calls wait for the
-    engine: more runners would only wait, too.
-    """
+    engine: more runners would only wait, too."""
 
     groups: int
     groups_per_runner: float

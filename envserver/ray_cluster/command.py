@@ -28,8 +28,7 @@ _FOR_CHILDREN = ("RAY_AUTH_", "RAY_TLS_", "RAY_USE_TLS", "RAY_TMPDIR")
 
 class Command:
     """A running command. Its methods are called by the driver, one at a time.
-    `config`: the settings, as JSON, in memory only. `variables`: for secrets.
-    """
+    `config`: the settings, as JSON, in memory only. `variables`: for secrets."""
 
     def __init__(self, argv: Sequence[str], config: str, variables: Mapping[str, str]) -> None:
         self._printed_before = _log_size()

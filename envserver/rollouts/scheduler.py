@@ -543,8 +543,7 @@ class Scheduler:
 
     def _judge_bug(self, drop: Drop) -> None:
         """Ends a run in which no group works yet: at the first group that lacks a library or a
-        setting, at the second group with another bug (one task alone may be broken).
-        """
+        setting, at the second group with another bug (one task alone may be broken)."""
         self._works = self._works or not drop.failed
         if self._works or not drop.bug:
             self._bug = None

@@ -61,8 +61,7 @@ _UNHURRIED_SECONDS = 7 * 86400.0
 
 class EnvironmentRaised(Exception):
     """The environment's code raised `error` while it was debugged, in `place`: "tasks",
-    "prepare_scoring", "rollout" or "score". Its traceback begins in the environment's code.
-    """
+    "prepare_scoring", "rollout" or "score". Its traceback begins in the environment's code."""
 
     def __init__(self, error: Exception, place: str, environment: type[Environment]) -> None:
         super().__init__(f"{place} raised {type(error).__name__}: {error}")
@@ -92,8 +91,7 @@ async def run_here(
     context: RolloutContext, environment: Environment, request: GroupRequest, *, scored: bool
 ) -> Trajectory:
     """Runs and scores the task of `request` once, in this process; `context` has no scorer
-    processes. `scored`: whether the answer is known; else the score has no reward.
-    """
+    processes. `scored`: whether the answer is known; else the score has no reward."""
     pool = DebugPool(stops=False)
     here = msgspec.structs.replace(context, pool=pool)
     judge = context.scorer.judge
@@ -171,8 +169,7 @@ Answer = Callable[[PersonRequest], Message | None]
 
 class PersonEngine(SimEngine):
     """The simulated engine with a person as the model, whose messages come from `answer`.
-    It shows one request at a time; the event loop goes on while the person types.
-    """
+    It shows one request at a time; the event loop goes on while the person types."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(SimConfig(latency_seconds=0.0), speaker=self)

@@ -102,8 +102,7 @@ async def bootstrap_server(
 ) -> AsyncIterator[BootstrapServer]:
     """Opens the store and starts the server. `expected`: parts other than the store that must be up
     before it is ready. `shared`: other servers share the store, so it opens the store only when it
-    leads.
-    """
+    leads."""
     async with watched_loop(telemetry.slow_callback_seconds), LoopLag() as lag:
         health = Health(lag)
         for part in ("store", "disk", *expected, _ROUTES):  # before anybody can ask for them

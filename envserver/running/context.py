@@ -361,8 +361,7 @@ async def played_context(
     **options: Any,
 ) -> AsyncIterator[RolloutContext]:
     """A `rollout_context` in which `engine` answers, instead of the one that `settings` name.
-    `unconstrained`: what the run allowed agents to constrain, or not, is allowed.
-    """
+    `unconstrained`: what the run allowed agents to constrain, or not, is allowed."""
     allowed = {"constraints": "all"} if unconstrained else {}
     async with MeasuredEngine(engine) as measured:
         endpoint = EngineEndpoint(measured, tokens=settings.tokens.model_copy(update=allowed))

@@ -35,8 +35,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A fault and its place.
     `kind`: changed or order (its digest, or its place in the file, is not that which was written);
     unreadable, rows, lengths, token_id, mask, logprob, versions, images or experts (faults of the
-    data); logprobs_differ, refused or the kind of an EngineError (faults found by the engine).
-    """
+    data); logprobs_differ, refused or the kind of an EngineError (faults found by the engine)."""
 
     kind: str
     message: str
@@ -157,8 +156,7 @@ class LineChain:
 
     def check(self, data: bytes, number: int, delivery: Delivery) -> None:
         """Adds to `delivery` how line `number` is not the one that was written there.
-        Lines of older versions have no link; they come before all that have one.
-        """
+        Lines of older versions have no link; they come before all that have one."""
         link = link_of(data)
         expected, self._before = self._before, digest_after(data)
         if link is None and not (self._any or b'"chain"' in data[-512:]):

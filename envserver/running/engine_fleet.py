@@ -40,8 +40,7 @@ _COMPARED = {
 class EngineChecks:
     """Compares new engines with the one that `endpoint` knows, or with the first that came.
     `need_exact`: engines must return token ids and logprobs. Then they are trained, and their
-    weights may change.
-    """
+    weights may change."""
 
     engine: OpenAIEngine
     settings: Settings

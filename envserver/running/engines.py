@@ -87,8 +87,7 @@ def make_engine(settings: Settings, openai: OpenAIConfig) -> tuple[Engine, Demon
 
 def addresses_of(settings: Settings, openai: OpenAIConfig) -> EngineAddresses:
     """Where access tokens are required, others than the owner of this machine may register engines:
-    not at addresses of this machine.
-    """
+    not at addresses of this machine."""
     return EngineAddresses(
         settings.engines.allow,
         openai.base_urls,
@@ -156,8 +155,7 @@ _START_AN_ENGINE = (
 
 async def look_at(engine: Engine, *, must_answer: bool) -> bool:
     """Returns whether the engine answers; checked before many rollouts fail.
-    An engine that does not list its models (HTTP 404) may still answer calls.
-    """
+    An engine that does not list its models (HTTP 404) may still answer calls."""
     replicas = await engine.health()
     for replica in replicas:
         if not replica.healthy:
@@ -203,8 +201,7 @@ async def own_endpoints(
     must_answer: bool,
 ) -> AsyncIterator[dict[str, OwnEndpoint]]:
     """Yields the endpoints of the agents that use another model or engine, by agent name.
-    Agents at the same engine share its connections.
-    """
+    Agents at the same engine share its connections."""
     found: dict[str, OwnEndpoint] = {}
     opened: dict[object, Engine] = {}
     async with contextlib.AsyncExitStack() as stack:

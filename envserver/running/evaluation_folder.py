@@ -149,8 +149,7 @@ _OWN = ("complete", "finished_at", "shard", "env")
 class Accepted:
     """Differences between shards that are accepted.
     `slices`: settings in which they may differ. `partial`: some may be missing or unfinished; the
-    report says that it is not complete.
-    """
+    report says that it is not complete."""
 
     slices: Sequence[str] = ()
     partial: bool = False

@@ -32,8 +32,7 @@ async def evaluated(
     again: bool,
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Returns its results, and its rollouts by policy version; see `held_out.HeldOut`.
-    `again`: it was begun before in this folder; what fits the settings of now is kept.
-    """
+    `again`: it was begun before in this folder; what fits the settings of now is kept."""
     members = [_member(member, config) for member in served]
     view = View(
         pass_at=config.pass_at,

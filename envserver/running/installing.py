@@ -90,8 +90,7 @@ def make_venv(place: Path) -> Interpreter:
 
 def _claim_ours(site: Path) -> None:
     """Makes pip take envserver as installed and without dependencies: it comes from here.
-    Its optional dependencies (`envserver[math]`) stay.
-    """
+    Its optional dependencies (`envserver[math]`) stay."""
     for name in _OURS:
         held = distribution(name)
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {held.version}"]
@@ -198,8 +197,7 @@ def _record(
     licence: str = "",
 ) -> Installed:
     """Describes the environments of a package in their interpreter, and records it.
-    `written`: the manifests that it has, by name.
-    """
+    `written`: the manifests that it has, by name."""
     place, python = package.folder, package.interpreter
     executable, path = sys.executable, [*filter(None, sys.path), str(place / PACKAGES)]
     if python is not None:
@@ -454,8 +452,7 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 def prepare(project: Path, to: str, folder: Path) -> list[Manifest]:
     """Copies what is shared of `project` to `folder`; returns the manifests of its environments.
-    `to`: OWNER/NAME on the hub.
-    """
+    `to`: OWNER/NAME on the hub."""
     if not _NAME.fullmatch(to):
         raise ConfigError(f"{to!r} is not a name on the hub.", hint="--to OWNER/NAME")
     facts = _project_facts(project)

@@ -115,8 +115,7 @@ def mixed(
     own: Sequence[bool],
 ) -> list[Member[M]]:
     """Makes the environments of a mix, each with its weight and minimum share.
-    `own`: see `share_total`.
-    """
+    `own`: see `share_total`."""
     if len(specs) > 1:
         shared = share_total([spec.settings for spec in specs], own)
         specs = [

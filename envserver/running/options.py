@@ -280,8 +280,7 @@ def sampling_of_model(
 ) -> dict[str, Any]:
     """Returns the sampling settings of the named model, to be used where nothing else is set.
     Settings `model` for training leave out those that change the distribution: they are someone's
-    taste in answers, and trainers learn from the model's own distribution.
-    """
+    taste in answers, and trainers learn from the model's own distribution."""
     name = values.get("model")
     if not isinstance(name, str) or name == "sim" or "engine.models_file" not in options:
         return {}

@@ -101,8 +101,7 @@ def spec_of(
 ) -> RunSpec[S]:
     """Checks the settings of one environment.
     `settings`: by name, nested (`env={"group_size": 4}`) or dotted (`**{"env.group_size": 4}`); a
-    section may be an instance of its class. They override the tree `defaults`.
-    """
+    section may be an instance of its class. They override the tree `defaults`."""
     reference = reference_of(environment)
     found = find(reference)
     given = dict(settings)
@@ -172,8 +171,7 @@ def reference_of(environment: AnyEnvironment) -> str:
 
 def _name_in_file(kind: type[Environment]) -> str:
     """Returns the name in its module: `Sums = from_rows(...)` has another one than the
-    class itself.
-    """
+    class itself."""
     known = vars(sys.modules[kind.__module__])
     named = [name for name, value in known.items() if value is kind]
     return kind.__qualname__ if kind.__qualname__ in named or not named else named[0]

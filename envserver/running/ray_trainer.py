@@ -69,8 +69,7 @@ class RayServer:
 
     def batch(self, groups: int = 8, *, timeout_seconds: float | None = None) -> Batch | None:
         """Leases the next `groups` groups for the run `trainer`: `batch.rows` are numpy arrays.
-        Returns None after `timeout_seconds`; default: waits.
-        """
+        Returns None after `timeout_seconds`; default: waits."""
         client = self._own_client()
         end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while True:

@@ -186,8 +186,7 @@ def recorded_environment(record: Record) -> str:
 
 def recorded_settings(record: Record, config: type[EnvironmentConfig]) -> dict[str, Any]:
     """Returns those that can name no code, file or address: numbers, switches, and text that is one
-    of the choices of its field.
-    """
+    of the choices of its field."""
     fields = config.model_fields
     taken = {
         name: value

@@ -45,8 +45,7 @@ _OF_ROWS = (
 
 def rescored_line(line: Json, scores: Sequence[Score], *, by: str, at: float) -> Json | None:
     """`scores`: for each rollout in order; None if no rollout is left.
-    Advantages are removed: they came from the old scores.
-    """
+    Advantages are removed: they came from the old scores."""
     facts = line["envserver"]
     score_range, bounds = _score_range(line), range_from_json(facts.get("reward_range") or {})
     kept_rows: list[int] = []
@@ -325,8 +324,7 @@ def _output(
     path: Path, tally: Tally, *, resume: bool, overwrite: bool
 ) -> Iterator[tuple[OutputFile, set[str]]]:
     """Yields the file and the ids of the groups in it, counted in `tally`.
-    With `overwrite`, the first new group replaces the file.
-    """
+    With `overwrite`, the first new group replaces the file."""
     with open_appending(path) as file:
         lock(file, path)
         if file.seek(0, 2) and not (resume or overwrite):

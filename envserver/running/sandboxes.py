@@ -64,8 +64,7 @@ async def _source(
 def private_paths(environment: Environment | type[Environment]) -> list[str]:
     """Returns the paths of environments and data that are not installed: no program may see them.
     They are the folders of all environments imported by path, and the paths in the settings of
-    `environment`, except for those of the system's programs and libraries.
-    """
+    `environment`, except for those of the system's programs and libraries."""
     named = [*loaded_paths()]
     if isinstance(environment, Environment):
         named += _paths(environment.config)

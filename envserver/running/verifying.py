@@ -211,8 +211,7 @@ async def _chosen(
 ) -> AsyncGenerator[AuditedRow]:
     """Yields the rows to compare; counts all others in `report`.
     To sample a number of rows, all comparable rows are read first and those with the lowest shares
-    kept, so that the choice does not depend on the order of the rows.
-    """
+    kept, so that the choice does not depend on the order of the rows."""
     kept: list[tuple[float, int, AuditedRow]] = []
     seen = 0
     deliveries = source.deliveries()

@@ -91,8 +91,7 @@ class Curves:
 
     def seconds_since(self, held: NDArray[np.bool_]) -> float:
         """For how many seconds `held` has been true without a break; 0: it is not now. A time of
-        which nothing was recorded is a break: the server was off.
-        """
+        which nothing was recorded is a break: the server was off."""
         if not held[-1]:
             return 0.0
         broken = np.flatnonzero(~held[:-1] | (np.diff(self.times) > _OFF_SECONDS))

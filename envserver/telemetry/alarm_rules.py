@@ -335,8 +335,7 @@ _DIFFERING: Final = 0.05
 def reward_fell(at: Situation) -> Iterator[Alarm]:
     """The split of the last hours with the largest fall of the mean reward, if that is not chance.
     The standard error takes each group as one draw, with the largest deviation that the range
-    allows.
-    """
+    allows."""
     low, high = at.reward_range
     groups, times = at.curves.growth("groups_delivered"), at.curves.times
     for agent in at.curves.values_of("reward", "agent"):
@@ -359,8 +358,7 @@ def _fall(
 ) -> tuple[int, float, float] | None:
     """Returns the index of the fall, and the mean rewards before and after it. `sums`, `counts`,
     `groups`: growth of the sum of rewards, of their number, and of groups. `width`: of the range of
-    rewards; infinite: the deviation is not known. `bound`: factor of the thresholds.
-    """
+    rewards; infinite: the deviation is not known. `bound`: factor of the thresholds."""
     if not math.isfinite(width):
         return None
     inside = np.flatnonzero((groups >= fewest) & (groups[-1] - groups >= fewest))

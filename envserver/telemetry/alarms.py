@@ -19,8 +19,7 @@ NAMES: Final = tuple(rule.name for rule in RULES)
 
 def findings(at: Situation, failed: set[str]) -> list[Alarm]:
     """`failed`: names of rules that raised; such a rule is logged once and keeps no other from
-    speaking.
-    """
+    speaking."""
     found: list[Alarm] = []
     for rule in RULES:
         try:

@@ -101,8 +101,7 @@ class History:
 def curves(rows: Sequence[Row], points: int, wanted: frozenset[str]) -> dict[str, Any]:
     """Thins rows (in order of time) out to `points` at most: the last row of each span counts.
     Returns `times`, and `series`: name, labels, and a value for each time (None: there was none).
-    `wanted`: names of the samples; empty: all.
-    """
+    `wanted`: names of the samples; empty: all."""
     thinned = rows
     if len(rows) > points:
         places = np.linspace(len(rows) - 1, 0, points).astype(int)[::-1]

@@ -33,8 +33,7 @@ class Span:
     ) -> AbstractContextManager[Span]:
         """Opens a child span for a block; an error that leaves the block marks it as failed.
         `attributes` must hold no secrets; prompts and answers only with `texts`. `client`: it
-        covers a request to another server.
-        """
+        covers a request to another server."""
         return _NOTHING
 
     def note(self, attributes: Attributes) -> None:
@@ -158,8 +157,7 @@ def evaluation(name: str, value: float) -> Json:
 
 def tool_of(call: Any) -> tuple[str, str, str]:
     """Returns the name, the id and the arguments of a tool call in OpenAI's format.
-    All three may be a model's words; name and id are cut and without secrets.
-    """
+    All three may be a model's words; name and id are cut and without secrets."""
     call = call if isinstance(call, dict) else {}
     function = call.get("function")
     function = function if isinstance(function, dict) else {}

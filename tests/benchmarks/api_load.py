@@ -166,8 +166,7 @@ def peak_megabytes(pid: int, every_seconds: float, *, itself: bool = True) -> It
 
 def rows(count: int, tokens: int, seed: int) -> list[dict[str, list[Any]]]:
     """Sequences of a quarter of prompt and three quarters that were sampled: ids as frequent as
-    words are, logprobs as engines give them (float32, written out as Python's floats).
-    """
+    words are, logprobs as engines give them (float32, written out as Python's floats)."""
     random = np.random.default_rng(seed)
     found = []
     for _ in range(count):
@@ -323,8 +322,7 @@ class Wire:
 
     async def post_packed(self, bodies: Sequence[bytes], at_once: int) -> None:
         """Posts `bodies`, so many in each request, over connections that are kept, as `envserver
-        join` does when they are ready together.
-        """
+        join` does when they are ready together."""
         waiting = iter(range(0, len(bodies), at_once))
 
         async def environment(session: aiohttp.ClientSession) -> None:

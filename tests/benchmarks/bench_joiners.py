@@ -118,8 +118,7 @@ class Joiner:
 
     async def _send(self, path: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
         """Sends until an answer comes: a server closes connections that idle, and every request
-        may be repeated.
-        """
+        may be repeated."""
         url = f"{self.url}/v1/environments/{self.id}/{path}"
         while True:
             try:

@@ -30,8 +30,7 @@ def browser(_has_browser: None) -> Iterator[Browser]:
 @pytest.fixture
 def visitor(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visitor]:
     """Opens pages; fails the test at its end for a console error, a CSP report, or a request to
-    another host.
-    """
+    another host."""
     one = Visitor(browser, request.node.name)
     yield one
     faults = one.finish()

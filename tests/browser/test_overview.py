@@ -32,8 +32,7 @@ GROUPS = 16
 @pytest.fixture(scope="module")
 def house(_has_browser: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageHouse]:
     """A server with the numbers of three hours: in their midst it started again, in the last
-    minutes calls failed.
-    """
+    minutes calls failed."""
     folder = tmp_path_factory.mktemp("house")
     put_history(folder / "groups.db", hours=3)
     with page_house(folder, groups=GROUPS) as opened:

@@ -102,8 +102,7 @@ async def test_a_connection_that_hangs_is_given_up_and_the_lock_taken_again(
 @contextlib.asynccontextmanager
 async def cut_after(word: bytes, port: int, cuts: list[bytes]) -> AsyncIterator[int]:
     """A port that leads to `port`; says nothing after `word` was sent there, once for each of
-    `cuts`, and hangs up when it was understood.
-    """
+    `cuts`, and hangs up when it was understood."""
 
     async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port)

@@ -487,8 +487,7 @@ def full_weights(
     tell: Tell,
 ) -> Proof:
     """Three versions; with keep, calls go on over the update, and their tokens are of both: more
-    versions are published until one met a call at the engine.
-    """
+    versions are published until one met a call at the engine."""
     versions = range(1, 21 if in_flight == "keep" else 4)
     with version_maker(python, engine.model_folder, "full") as maker:
         proof = prove(

@@ -47,8 +47,7 @@ def opposites() -> Iterator[Spot]:
 def guessing() -> Iterator[Spot]:
     """Situations of GuessTheNumber with random guesses, each with every answer; likely are those
     that contradict the last hint. There are two guesses for three numbers: who begins in the middle
-    and uses the hint always wins.
-    """
+    and uses the hint always wins."""
     from envserver_integrations.textarena.games import Game
 
     options = {"min_number": 1, "max_number": 3, "max_turns": 1}

@@ -22,8 +22,7 @@ def conversations(file: Path) -> dict[str, list[str]]:
 
 class Conversation:
     """Says lines to a server. Each method is a line's first word, in small letters; it returns what
-    must stand after the arrow, or None where it has looked at that itself.
-    """
+    must stand after the arrow, or None where it has looked at that itself."""
 
     answer: httpx.Response
 

@@ -52,8 +52,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def _vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Tokens and merges, which do not change when texts of the project do: they were trained once
-    on what its environments send, so that prompts stay short.
-    """
+    on what its environments send, so that prompts stay short."""
     lines = (Path(__file__).parent / "tiny_merges.txt").read_text().splitlines()
     merges = [(first, second) for first, second in map(str.split, lines)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

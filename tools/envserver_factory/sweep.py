@@ -48,8 +48,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
 class Sweep(msgspec.Struct, kw_only=True):
     """The contents of `sweep.json`: names and weights of the inputs (`start` is empty for the
-    base).
-    """
+    base)."""
 
     base: Json
     tuned: Json

@@ -137,8 +137,7 @@ class SlotCache:
 
     def taken(self, slot: int, length: int) -> list[torch.Tensor]:
         """A copy of a slot's first `length` places: [2, heads, length, size] per layer; empty if
-        nothing was ever written.
-        """
+        nothing was ever written."""
         return [
             torch.stack([part[slot, :, :length] for part in block])
             for block in self._blocks
@@ -160,8 +159,7 @@ class SlotCache:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the states [rows, heads, queries, size] of a pass; returns all that its rows
-        attend to.
-        """
+        attend to."""
         place = self.place
         assert place is not None
         keys, values = self._block(layer_idx, key_states, value_states)

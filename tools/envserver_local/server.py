@@ -388,8 +388,7 @@ _MOST_TOKENS = 32_768
 
 class Loaded(msgspec.Struct, frozen=True):
     """`most_tokens`: maximum number of tokens of a prompt and its answer together. `defaults`:
-    sampling settings of the model's generation config.
-    """
+    sampling settings of the model's generation config."""
 
     model: PreTrainedModel
     text: Text

@@ -174,8 +174,7 @@ class Growing:
 
     def _read_on(self) -> str:
         """Tokens are decoded together with those before them; otherwise some tokenizers drop a
-        space.
-        """
+        space."""
         ids, skip = self._row.ids, self._row.sampling.skip_special_tokens
         count = len(ids)
         old = self._text.decode(ids[self._before : self._read], skip_special=skip)
@@ -362,8 +361,7 @@ class Scheduler:
 
     def _next(self) -> Row | None:
         """The first row of the queue; during a pause that lets rows finish, only one that had
-        begun.
-        """
+        begun."""
         row = self.waiting[0] if self.waiting else None
         if self.paused is None or (self.paused == "wait" and row is not None and row.ids):
             return row

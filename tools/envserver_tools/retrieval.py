@@ -166,8 +166,7 @@ class FewPassages:
 
 class PassageIndex:
     """A searchable corpus; immutable, so threads may share it. Raises ConfigError: bm25s is not
-    installed.
-    """
+    installed."""
 
     def __init__(self, passages: Iterable[Passage]) -> None:
         self._passages = list(passages)
@@ -267,8 +266,7 @@ class HttpRetriever:
 
     async def search(self, query: str, top_k: int) -> list[Hit]:
         """At most `top_k` hits, in the retriever's order. Raises ServiceError: it does not answer,
-        or its answer holds no hits.
-        """
+        or its answer holds no hits."""
         body = orjson.dumps({"queries": [query], "topk": top_k, "return_scores": True})
         async with self._places:
             answer = await self._asked(body)

@@ -263,8 +263,7 @@ def _joined(head: bytes, cut: int, tail: bytes) -> str:
 
 def _program() -> str:
     """What runs `envserver_tools.inside.main`, preloaded or from its source. Never looks in the
-    workspace.
-    """
+    workspace."""
     folder = resources.files("envserver_tools.inside")
     sources = {
         f"envserver_tools.inside.{name}".rstrip("."): (

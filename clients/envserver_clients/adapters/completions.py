@@ -85,8 +85,7 @@ def completions_of(trajectory: Trajectory) -> list[Completion]:
 
 def check_text_only(completion: Completion, trainer: str) -> Completion:
     """Returns the completion. Raises InputError: it has images, without which its tokens would mean
-    something else.
-    """
+    something else."""
     if completion.images:
         raise InputError(
             f"A row has images, and {trainer} gets tokens only from this adapter.",
@@ -209,8 +208,7 @@ def is_trainable(trajectory: Trajectory) -> bool:
 
 def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> list[Completion]:
     """The rows of one of several agents; None: the first that has a trained token. Rewards of
-    different agents must not be compared.
-    """
+    different agents must not be compared."""
     found = completions_of(trajectory)
     chosen = agent if agent is not None else next((completion.agent for completion in found), None)
     return [completion for completion in found if completion.agent == chosen]

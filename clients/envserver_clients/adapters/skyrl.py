@@ -260,8 +260,7 @@ def _pixels(
 
 def _experts(rows: Sequence[Completion]) -> list[Any] | None:
     """Routed experts of all tokens of each row, as SkyRL's generator has them: zeros for the last
-    token, which its engine never computed.
-    """
+    token, which its engine never computed."""
     found = [row.experts for row in rows if row.experts is not None]
     if not found:
         return None

@@ -82,8 +82,7 @@ def experiment(url: str, token: str | None = None) -> type[Any]:
 
 def main() -> None:
     """Trains as SkyRL's `main_base` does, with its settings. Raises ConfigError: ENVSERVER_URL is
-    not set.
-    """
+    not set."""
     import ray  # type: ignore[import-not-found, unused-ignore]
     from skyrl.train.config import (  # type: ignore[import-not-found, unused-ignore]
         SkyRLTrainConfig,

@@ -34,8 +34,7 @@ _ROUGH_TOLERANCE: Final = 0.2
 
 class Versions:
     """Maps a trainer's steps to policy versions, which continue after the last `published` one (-1:
-    none) if the trainer restarts from an older checkpoint.
-    """
+    none) if the trainer restarts from an older checkpoint."""
 
     def __init__(self, published: int) -> None:
         self._published = published
@@ -50,8 +49,7 @@ class Versions:
 
 def saver(trainer: Any) -> Callable[[Path], None]:
     """Returns a function that saves the trainer's model (with PEFT: the adapter) as safetensors.
-    Call it on all ranks, because the weights may be distributed.
-    """
+    Call it on all ranks, because the weights may be distributed."""
     state = trainer.accelerator.get_state_dict(trainer.model)
     model = trainer.accelerator.unwrap_model(trainer.model)
 

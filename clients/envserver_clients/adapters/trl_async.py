@@ -148,8 +148,7 @@ class EnvserverRolloutWorker:
 
     def check_health(self, stale_after_s: float) -> None:
         """Raises WorkerFailed: the worker ended by an error, or the server is silent for too
-        long.
-        """
+        long."""
         if self._error is not None:
             raise WorkerFailed(f"No more rollouts: {self._error}") from self._error
         silent = time.monotonic() - self._heard_at

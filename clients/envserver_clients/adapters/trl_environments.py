@@ -65,8 +65,7 @@ class TrlEnvironment:
 
     def reset(self, *, task_id: str, **columns: Any) -> str:
         """Starts the task of this id; returns the question for the model. Raises InputError: there
-        is no such task.
-        """
+        is no such task."""
         if task_id not in self.tasks:
             raise InputError(f"{self.environment.name} has no task {task_id!r}.", place="task_id")
         self._task, self._uses, self._errors = self.tasks[task_id], [], 0

@@ -319,8 +319,7 @@ class Call:
 
 def calls_in(text: str) -> list[Call]:
     """The calls in a text, in order: JSON objects with a name and arguments, as chat templates
-    write them (`<tool_call>{...}`, a list after `[TOOL_CALLS]`, bare objects).
-    """
+    write them (`<tool_call>{...}`, a list after `[TOOL_CALLS]`, bare objects)."""
     decoder = json.JSONDecoder()
     found: list[Call] = []
     place = text.find("{")
@@ -339,8 +338,7 @@ def calls_in(text: str) -> list[Call]:
 
 def are_valid(calls: list[Call], tools: Tools | None) -> bool:
     """Whether there is a call, and all name an offered tool with arguments that fit its JSON
-    schema. Without tools, any call is valid.
-    """
+    schema. Without tools, any call is valid."""
     if tools is None:
         return bool(calls)
     schemas = {

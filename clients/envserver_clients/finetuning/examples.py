@@ -345,8 +345,7 @@ def _count(counts: ExampleCounts, *encoded: Encoded) -> None:
 
 def written(examples: Iterable[Example], columns: Sequence[str], path: Path) -> Any:
     """Writes the examples to a file; returns them as a `datasets.Dataset`, None if there are
-    none.
-    """
+    none."""
     import pyarrow as pa
     from datasets import Dataset
 

@@ -77,8 +77,7 @@ class HeldOut:
         `heldout_token_accuracy`, `heldout_turn_accuracy` (turns whose every token is the most
         likely one), the same of turns that call tools (`heldout_call_...`), and the fractions of
         written calls that are valid, name the right tool, and equal the row's (`heldout_calls_...`,
-        greedy). Numbers without a denominator are left out.
-        """
+        greedy). Numbers without a denominator are left out."""
         everything, called, written = _Sums(), _Sums(), _Calls()
         device = next(model.parameters()).device
         was_training = model.training

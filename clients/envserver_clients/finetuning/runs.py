@@ -407,8 +407,7 @@ def _differences(earlier: Json, now: Json) -> list[str]:
 
 def _last_whole(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint; removes one that a kill left incomplete. TRL writes the
-    trainer's state last.
-    """
+    trainer's state last."""
     found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
     while found:
         try:

@@ -38,8 +38,7 @@ class RowAdvantage(NamedTuple):
 @dataclass(frozen=True)
 class AdvantageSettings:
     """How rewards become advantages. Raises ConfigError: two of the settings contradict each
-    other.
-    """
+    other."""
 
     scaling: Scaling = "std"
     baseline: Baseline = "group"
@@ -209,8 +208,7 @@ def _weighed_advantages(
 
 def shuffled(rewards: Sequence[float], rng: np.random.Generator) -> list[float]:
     """For control experiments: mean and spread stay, but rewards no longer belong to
-    trajectories.
-    """
+    trajectories."""
     return [float(reward) for reward in rng.permutation(np.asarray(rewards, np.float64))]
 
 

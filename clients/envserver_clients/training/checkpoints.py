@@ -54,8 +54,7 @@ class Checkpoints:
 
     def save(self, saved: CheckpointInfo, state: Callable[[], State]) -> None:
         """Writes a checkpoint, then removes old ones; called on rank 0. `state` returns its part;
-        others call their own in `save_part`.
-        """
+        others call their own in `save_part`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         unfinished = self._folder / f".{saved.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -103,8 +102,7 @@ class Checkpoints:
 
     def load(self, saved: CheckpointInfo, blank: Callable[[Collection[str]], State]) -> State:
         """The state of a checkpoint; called on all ranks. `blank` returns tensors to read the parts
-        into, given the names of what is stored.
-        """
+        into, given the names of what is stored."""
         folder = self._folder / saved.name
         if (folder / "state.pt").exists():
             whole: State = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)

@@ -190,8 +190,7 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """Weights, optimizer state by the weights' names, random number state and the number of
-        updates; of divided tensors this rank's part.
-        """
+        updates; of divided tensors this rank's part."""
         numbers = self._optimizer.state_dict()["state"]
         return {
             "weights": self.policy.state(),
@@ -206,8 +205,7 @@ class Learner:
 
     def blank_state(self, stored: Collection[str]) -> dict[str, Any]:
         """Tensors for what a divided checkpoint has, to read it into; `stored`: its names, of which
-        those of the optimizer begin with `optimizer.`.
-        """
+        those of the optimizer begin with `optimizer.`."""
         moments = {"exp_avg", "exp_avg_sq"}
         return {
             "weights": self.policy.state(),

@@ -169,8 +169,7 @@ def _bounded(difference: Tensor, trained: Tensor) -> Tensor:
 
 def _corrected(logs: Tensor, rules: LossSettings) -> tuple[Tensor, Tensor, Tensor]:
     """w of log-ratios as it is used, 1 where the token is kept (0: masked), and whether w was
-    beyond its bounds.
-    """
+    beyond its bounds."""
     if rules.correction_level == "sequence":
         logs = logs.sum(-1, keepdim=True).expand_as(logs)
         logs = logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)

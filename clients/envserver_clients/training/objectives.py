@@ -38,8 +38,7 @@ OBJECTIVES: Final[dict[str, Preset]] = _presets()
 
 def preset(names: str) -> Preset:
     """Returns the settings of the named objectives, joined by `+`. Raises ConfigError: there is no
-    such objective.
-    """
+    such objective."""
     chosen: Preset = {}
     for name in names.split("+"):
         if name not in OBJECTIVES:

@@ -50,8 +50,7 @@ _BLANK_PIXELS: Final = 64
 
 class Vision:
     """The images' side of a model; its processor needs Pillow. `model`: transformers', before
-    LoRA.
-    """
+    LoRA."""
 
     def __init__(self, source: str, model: Any) -> None:
         from transformers import AutoImageProcessor
@@ -331,8 +330,7 @@ class Policy:
 
     def gather_gradients(self, *, now: bool) -> None:
         """Whether the next backward pass adds up the gradients of all ranks: once per update, after
-        its last micro-batch, is enough. Until then each rank holds a whole gradient.
-        """
+        its last micro-batch, is enough. Until then each rank holds a whole gradient."""
         if self._ranks.divided:
             self.model.set_requires_gradient_sync(now)
 
@@ -343,8 +341,7 @@ class Policy:
     @property
     def blank(self) -> Example | None:
         """A row that each micro-batch without images needs beside it. All ranks collect the weights
-        of a layer at once, those that see images too, so all must run them, or none.
-        """
+        of a layer at once, those that see images too, so all must run them, or none."""
         if self.vision is None or self._ranks.size == 1:
             return None
         return self.vision.blank()
@@ -356,14 +353,12 @@ class Policy:
 
     def logprobs(self, batch: Padded) -> Tensor:
         """float32[B, N] for the targets from `batch.first` on, with gradient: of the distributions
-        that were sampled from, at their temperatures.
-        """
+        that were sampled from, at their temperatures."""
         return self.scores(batch).logprobs
 
     def scores(self, batch: Padded, *, learn_entropy: bool = False) -> Scores:
         """The same, with what is measured beside it. An entropy with a gradient takes more
-        memory.
-        """
+        memory."""
         return self._scores(self.model, batch, entropy="learned" if learn_entropy else "measured")
 
     def reference_logprobs(self, batch: Padded) -> Tensor:
@@ -577,8 +572,7 @@ def _scored(
 
 def _logprobs(logits: Tensor, targets: Tensor, temperatures: Tensor | None) -> Tensor:
     """`token_logprobs`, some rows at a time: float32 copies of all logits would take most of the
-    memory, so the backward pass makes those of each part again.
-    """
+    memory, so the backward pass makes those of each part again."""
     logits, shape = logits.flatten(0, 1), targets.shape
     hot = [None] if temperatures is None else temperatures.flatten().split(_ROWS)
     parts = zip(logits.split(_ROWS), targets.flatten().split(_ROWS), itertools.cycle(hot))
@@ -631,8 +625,7 @@ def _with_lora(model: Any, lora: LoraSettings) -> Any:
 
 def tensors(batch: Padded, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Delivered logprobs and mask [B, N] of the targets from `batch.first` on, advantages [B] or
-    [B, N], and weights [B].
-    """
+    [B, N], and weights [B]."""
     arrays: tuple[np.ndarray[Any, Any], ...] = (
         batch.logprobs[:, batch.first :],
         batch.mask[:, batch.first :],

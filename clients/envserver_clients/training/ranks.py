@@ -48,8 +48,7 @@ class Ranks:
     @contextmanager
     def joined(cls, device: str = "cpu") -> Iterator[Self]:
         """Joins the other processes of torchrun, if there are any. `cuda` becomes the rank's own
-        GPU.
-        """
+        GPU."""
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if "RANK" not in os.environ:
             yield cls(device=device)

@@ -76,8 +76,7 @@ class Source(ABC):
 
     def batches(self) -> Iterator[Batch]:
         """Yields batches; ends after a long time without one. Raises NothingLearned: all groups of
-        too many batches in a row were replaced or dropped.
-        """
+        too many batches in a row were replaced or dropped."""
         last = time.monotonic()
         while time.monotonic() - last < self._idle_seconds:
             # Short waits: a trainer that must stop should not wait long for the answer.
@@ -215,8 +214,7 @@ class AtroposSource(Source):
 
 def open_source(settings: TrainerSettings, stack: ExitStack) -> tuple[Source, SyncEnvClient | None]:
     """The source of `settings`, and the client that publishes versions (None: the Atropos API has
-    none).
-    """
+    none)."""
     # A restart of the server may take three minutes.
     common: Json = {"token": settings.token or None, "retries": Retries(tries=120)}
     rules: Json = {"groups": settings.groups, "guard": settings.guard()}

@@ -226,8 +226,7 @@ def upload(path: Path, url: str) -> None:
 
 def download(url: str, folder: Path) -> list[str]:
     """Downloads all files below a URL; returns their names. `folder` appears when it is
-    complete.
-    """
+    complete."""
     system, place = _place(url)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=folder.parent) as name:
         unfinished = Path(name) / "files"

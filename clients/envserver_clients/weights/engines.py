@@ -83,8 +83,7 @@ class PromptCheck:
     @property
     def size(self) -> int:
         """The number of compared tokens, without the last of several: the engine samples one more
-        token, and the text may already fill its context.
-        """
+        token, and the text may already fill its context."""
         return min(_MOST_TOKENS, max(1, len(self.completion_ids) - 1))
 
     @property
@@ -93,8 +92,7 @@ class PromptCheck:
 
     def widest(self, found: Sequence[float]) -> tuple[float, int]:
         """The largest difference from the engine's logprobs of the completion, and its token's
-        index; NaN counts as infinitely far.
-        """
+        index; NaN counts as infinitely far."""
         pairs = zip(self.logprobs[: self.size], found, strict=True)
         far = [abs(own - engines) for own, engines in pairs]
         sized = [math.inf if math.isnan(distance) else distance for distance in far]
@@ -106,8 +104,7 @@ def matched(
     check: PromptCheck, found: Sequence[float], what: str, hint: str, version: int, old: int | None
 ) -> float:
     """The largest difference of the engine's logprobs from the trainer's; `old`: the last correct
-    version. Raises WeightsMismatch: it is too large.
-    """
+    version. Raises WeightsMismatch: it is too large."""
     difference, token = check.widest(found)
     if difference > check.tolerance:
         raise WeightsMismatch(
@@ -253,8 +250,7 @@ class EngineControl:
 
     def start_weight_update(self) -> None:
         """Begins to take weights; ends first what a failed update left half done: until then the
-        engine cannot start another one, or would join the old half and the new.
-        """
+        engine cannot start another one, or would join the old half and the new."""
         if self.weights() == CHANGING:
             try:
                 self._finish_weight_update({})
@@ -301,8 +297,7 @@ class EngineControl:
 
     def adapters_in_use(self) -> set[str]:
         """The adapters that running or waiting calls need, as the engine last reported; engines
-        that do not report it keep needed adapters by themselves.
-        """
+        that do not report it keep needed adapters by themselves."""
         response = self._response("GET", "/metrics", "list", self._timeouts.other)
         newest = max(
             _IN_USE.finditer(response.text), key=lambda found: float(found["at"]), default=None
@@ -314,8 +309,7 @@ class EngineControl:
 
     def logprobs(self, check: PromptCheck, model: str | None) -> list[float]:
         """The engine's logprobs for the tokens of `check`; `model` None: the first that it
-        serves.
-        """
+        serves."""
         body = {
             "model": model or self.models()[0],
             "prompt": check.ids,

@@ -133,8 +133,7 @@ class _Full(FolderPush):
 
     def _give(self, given: _Given, phases: Phases) -> dict[str, float | None]:
         """Loads the weights into the paused engines, resumes and checks them; returns the
-        difference of each engine.
-        """
+        difference of each engine."""
         self._agreed = False
         seen, kept = self._seen(given.folder), self._in_flight == "keep"
         try:

@@ -88,8 +88,7 @@ class Bucket:
 
 def packed(tensors: NamedTensors, most_bytes: int) -> list[Bucket]:
     """The tensors in buckets of at most `most_bytes`; a larger tensor has its own. Raises
-    InputError: there is none.
-    """
+    InputError: there is none."""
     buckets: list[Bucket] = []
     waiting: list[tuple[str, Tensor]] = []
     size = 0
@@ -134,8 +133,7 @@ class Link(Protocol):
 
     def send(self, bucket: Bucket) -> None:
         """Sends a bucket while the engine's update is open. After an EngineError the connection is
-        not usable any more.
-        """
+        not usable any more."""
 
 
 def connect(engine: EngineControl, wire: Wire, seconds: float, address: str = "") -> Link:
@@ -405,8 +403,7 @@ class Transfer(PushBase):
 
     def _connect(self, engine: EngineControl) -> None:
         """Connects to an engine, unless the connection of the last transfer is there and it still
-        has what was sent by it.
-        """
+        has what was sent by it."""
         sent, _ = self._links.get(engine.url, ("", None))
         if engine.weights() == sent:
             return

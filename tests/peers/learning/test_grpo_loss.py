@@ -55,8 +55,7 @@ def loss_of(
     logprobs: Any, delivered: Any, advantage: float, rules: LossSettings, **more: torch.Tensor
 ) -> tuple[float, dict[str, float], torch.Tensor]:
     """The loss of rows of trained tokens of weight 1, its numbers, and the logprobs with their
-    gradient.
-    """
+    gradient."""
     own = torch.as_tensor(logprobs).requires_grad_()
     loss, numbers = policy_loss(
         own,
@@ -351,8 +350,7 @@ def test_a_step_makes_what_was_good_likelier(model: Path) -> None:
 
 def test_what_must_not_be_learned_changes_nothing(model: Path) -> None:
     """A gradient that is not finite; delivered logprobs with noise of 0 to 2 nats, which is
-    measured.
-    """
+    measured."""
     one = learner(model, most_mismatch=0.5)
     first, *others = rows = batch(one.policy, 0)
     before = copied(one.policy.state())

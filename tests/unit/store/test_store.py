@@ -31,8 +31,7 @@ UNITS = {"h": 3600, "s": 1}
 
 class Story:
     """Says the lines of a story to a store. Each method is a line's first word, and returns what
-    stands after the arrow.
-    """
+    stands after the arrow."""
 
     store: Store
 

@@ -600,8 +600,7 @@ def _read(command: CommandSpec[G], argv: list[str], environment: Mapping[str, An
 
 def _with_teachers(settings: RouterGenerateSettings) -> RouterGenerateSettings:
     """Makes each further teacher of `A,B@http://host:8000/v1` an agent; the first has the run's
-    engine.
-    """
+    engine."""
     found = [re.fullmatch(r"\s*(.+?)(?:@(https?://.+?))?\s*", part) for part in
              settings.openai.model_name.split(",")]  # fmt: skip
     teachers = [(teacher[1], teacher[2]) for teacher in found if teacher is not None]

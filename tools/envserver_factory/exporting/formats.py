@@ -208,8 +208,7 @@ class Files:
 @dataclass(frozen=True)
 class Place:
     """An export in progress: `folder` becomes `out`; `single`: one file with its manifest beside
-    it.
-    """
+    it."""
 
     folder: Path
     out: Path
@@ -239,8 +238,7 @@ def place_for(out: Path, *, overwrite: bool, single: bool) -> Iterator[Place]:
 
 def finish(place: Place, written: list[Written], facts: Json) -> Json:
     """Writes the manifest, makes the folder the export; returns the number of `files`, their
-    `bytes`.
-    """
+    `bytes`."""
     rows = {part.path: part.rows for part in written}
     if place.single:
         _rename_single(place)

@@ -88,8 +88,7 @@ class Recipe:
 
 def parse_parts(words: Sequence[str]) -> tuple[Vector, ...]:
     """Parses `DIR=0.3` as a difference from the base, `FILE=0.3` as a task vector; weight 1 without
-    `=`.
-    """
+    `=`."""
     vectors = []
     for word in words:
         folder, equals, weight = word.rpartition("=")

@@ -27,8 +27,7 @@ from envserver_records.tasks import Json
 @contextlib.contextmanager
 def new_folder(place: Path, *, mark: str) -> Iterator[Path]:
     """Yields a folder that becomes `place` at the end; one that has the file `mark` may be
-    replaced.
-    """
+    replaced."""
     _refuse(place, mark)
     place = place.absolute()
     beside = place.with_name(f".{place.name}.{os.getpid()}")

@@ -355,8 +355,7 @@ class Planner:
 
     def plan(self, path: str, body: Any, rollout_id: str = "") -> Plan:
         """The answer to a POST at once, without waiting. The `detail` of an EngineRefused holds
-        `status` and `param`.
-        """
+        `status` and `param`."""
         if not isinstance(body, dict):
             raise refusal("The body must be a JSON object.")
         match path:

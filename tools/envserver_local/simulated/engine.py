@@ -182,8 +182,7 @@ def _documents(text: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 def _messages_in(document: Any) -> Iterator[tuple[str, list[Message]]]:
     """The conversations of a group, of a unified trajectory or of a plain row, each with the
-    rollout that it belongs to ("" if there is none).
-    """
+    rollout that it belongs to ("" if there is none)."""
     if not isinstance(document, dict):
         return
     held = document.get("messages")

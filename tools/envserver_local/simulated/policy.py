@@ -236,8 +236,7 @@ class Policy:
 
     def say(self, conversation: Conversation, wish: Wish, *, fate: str, key: str) -> Said:
         """`fate` decides whether the task is solved; equal for all turns of a rollout. `key`
-        decides the wording.
-        """
+        decides the wording."""
         rng = generator(self._seed, "words", key)
         tools = _callable_tools(conversation, wish)
         solution = self._solution(conversation, wish)

@@ -121,8 +121,7 @@ _WORDS = (
 
 def trained_tokenizer(texts: Sequence[str]) -> Tokenizer:
     """A tokenizer of VOCABULARY tokens; the same texts give the same one. Ids that are left when
-    every word of `texts` is one token stay unused.
-    """
+    every word of `texts` is one token stay unused."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -310,8 +309,7 @@ def make(
     report: ProgressCallback,
 ) -> None:
     """Writes the model to `folder`. `experts`: files of `envserver process`, one for each kind of
-    task; trained on in turn.
-    """
+    task; trained on in turn."""
     kinds = [read_conversations(path) for path in experts]
     tokenizer = trained_tokenizer(texts(example for kind in kinds for example in kind))
     model = new_model(

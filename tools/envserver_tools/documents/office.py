@@ -34,8 +34,7 @@ _ATTRIBUTE = re.compile(r'(?:\w+:)?(\w+)="([^"]*)"')
 
 def xlsx(data: bytes, limits: Limits) -> str:
     """Every sheet as a table with cell addresses: values, formulas and fills; below it what it has
-    beside them.
-    """
+    beside them."""
     import openpyxl
     from openpyxl.worksheet import _read_only, _reader
 
@@ -129,8 +128,7 @@ def _sheet(values: Any, formulas: Any) -> Iterator[str]:
 
 def numbered(rows: Iterable[list[str]], most_empty: int) -> Iterator[str]:
     """The rows of a sheet that are not empty, with their numbers, below the letters of their
-    columns. After `most_empty` consecutive empty rows the rest counts as empty.
-    """
+    columns. After `most_empty` consecutive empty rows the rest counts as empty."""
     empty = headed = 0
     for number, cells in enumerate(rows, start=1):
         while cells and not cells[-1]:

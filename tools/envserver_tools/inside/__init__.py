@@ -31,8 +31,7 @@ _AFTER_SECONDS = 0.2
 
 def run_command(argv: list[str], seconds: float) -> dict[str, Any]:
     """Runs a program; copies the head of its output to standard error at once, so that the head is
-    known even if the program takes this process down with it.
-    """
+    known even if the program takes this process down with it."""
     try:
         process = subprocess.Popen(
             argv,

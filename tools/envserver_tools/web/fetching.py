@@ -191,8 +191,7 @@ class SearchProvider(Protocol):
 
 class Tavily:
     """https://tavily.com by its HTTP API: search, and text of pages. The key goes to `url` and
-    nowhere else.
-    """
+    nowhere else."""
 
     name = "tavily"
 

@@ -119,8 +119,7 @@ class Recorder:
 
     def shown(self, group: str) -> tuple[int, str]:
         """The number of a group's answered requests, and a digest of them with their answers,
-        whatever their order. The group is then forgotten.
-        """
+        whatever their order. The group is then forgotten."""
         answers = self._shown.pop(group, {})
         lines = "\n".join(f"{key} {digest}" for key, digest in sorted(answers.items()))
         return len(answers), hashlib.sha256(lines.encode()).hexdigest()
@@ -274,8 +273,7 @@ class Store:
 
     def export(self, path: Path) -> int:
         """Writes all of it to a tar archive, the same bytes for the same recording; returns how
-        many answers.
-        """
+        many answers."""
         count = 0
         with replacing(path, sync=False) as out, tarfile.open(fileobj=out, mode="w") as archive:
             for part, pattern in (("blobs", _BLOB_NAME), ("index", _INDEX_NAME)):

@@ -259,8 +259,7 @@ class Web:
 
     def shown(self, group: str) -> Json:
         """A group's view of the web: equal for equal requests and answers. Called once per group,
-        at its end.
-        """
+        at its end."""
         settings = self._settings
         count, digest = self._recorder.shown(group)
         return {
@@ -278,8 +277,7 @@ class Web:
         self, query: str, num_results: int, viewer: Viewer, filter_year: int | None = None
     ) -> str:
         """Results, best first, as a numbered list; `filter_year`: only pages of this year. Raises
-        ToolError, ProviderFailed.
-        """
+        ToolError, ProviderFailed."""
         options = {"search_depth": "advanced"} if self._settings.depth == "advanced" else {}
         if filter_year is not None:
             options |= self._provider.of_year(filter_year)
