@@ -210,19 +210,19 @@ def _tokenizer_line(data: DataReport) -> str:
     )
 
 
-def _wrong(counted_as: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
+def _wrong(checked: Kind | Played, seen: dict[str, Wrong]) -> Iterator[str]:
     """Yields lines for wrong results; for those that raise the same error only the first."""
     from ..rollouts.check_data import Kind
     from ..running.checking import DEMONSTRATION
 
-    if isinstance(counted_as, Kind):
-        name, awaited = counted_as.name, expected(counted_as)
+    if isinstance(checked, Kind):
+        name, awaited = checked.name, expected(checked)
     else:
-        name = f"Ran: {counted_as.way}"
-        awaited = "a solved task" if counted_as.way == DEMONSTRATION else ""
+        name = f"Ran: {checked.way}"
+        awaited = "a solved task" if checked.way == DEMONSTRATION else ""
     shown = [
         wrong
-        for wrong in counted_as.wrong
+        for wrong in checked.wrong
         if not wrong.raised or seen.setdefault(wrong.error, wrong) is wrong
     ]
     for wrong in shown[:_WRONG_SHOWN]:

@@ -184,7 +184,7 @@ class CallTask:
         self._experts_start = 0
         self._images: list[str] = []
         self._most_tokens: int | None = None
-        """Of each answer, as the agent, the run and the length of a row allow."""
+        """Limit of an answer: the least of the agent's, the run's and the room in its row."""
         self._ready: ReadyEngine
         self._collector: Collector | None = None
         self.task: asyncio.Task[dict[str, Any]] | None = None
@@ -232,13 +232,8 @@ class CallTask:
         wanted = (self.request.wanted_tokens, self._route.sampling.get("max_tokens"))
         self._most_tokens = min((n for n in wanted if n is not None), default=None)
         most = self._attempt.spec.limits.max_row_tokens
-        of_text = request.prompt is not None
-        if (
-            most is not None
-            and self._route.trained
-            and self._ready.exact
-            and not (images or of_text)
-        ):
+        is_counted = request.prompt is None and not images
+        if most is not None and self._route.trained and self._ready.exact and is_counted:
             self._body.body["model"] = self._endpoint.model(self._route.model)
             self._most_tokens = await self._fitting(self._most_tokens, most)
         note_tools(self._attempt, self._agent, request)

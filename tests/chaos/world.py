@@ -101,7 +101,7 @@ class World:
         witness: what the engine answered.
         relays: by the servers' names, between the server and all its clients.
         told: what all of them heard.
-        poster: an environment of somebody else, over the Atropos API.
+        poster: an external environment, over the Atropos API.
         postgres: None: the store is a file.
     """
 
