@@ -1,11 +1,13 @@
 """A server with 1,000 rollouts in flight: its memory over time, its CPU, and the lag of its loop.
 
     python tests/benchmarks/bench_in_flight.py [--rollouts 10000] [--in_flight 1000] [--turns 1]
+    python tests/benchmarks/bench_in_flight.py --in_flight 256 --turns 40 --more 1000
 
 `envserver serve` with an engine that takes 5 to 15 seconds for a call, so that as many rollouts are
 in flight at any time and do not end in waves; the engine and the workers are processes of their
-own. Memory is what the server alone holds (RssAnon), looked at when another 1,000 rollouts have
-ended: what it needs for those in flight is there after the first 1,000, and what comes later is
+own. From its second turn on an agent says six tokens and five times `--more`: 40 turns of 1,000 end
+with 200,000 tokens. Memory is the most that the server alone held (RssAnon) until as many rollouts
+more had ended as are in flight: what it needs for these is there then, and what comes later is
 growth. Lag is how late each of the loop's 50 ms ticks came; other programs add to it. Exits with 1
 where memory still grows at the end, by more than a tenth over the last half of the run.
 """
@@ -25,19 +27,23 @@ MOST_GROWTH = 0.1
 def measured(server: Server, rollouts: int, step: int) -> list[list[float]]:
     """Rows of: rollouts so far, in flight, MB, CPU seconds, p99 of the lag in milliseconds."""
     rows: list[list[float]] = []
+    most = lag = 0.0
     while not rows or rows[-1][0] < rollouts:
         time.sleep(1.0)
         done = server.metric("envserver_rollouts_total")
+        most = max(most, server.megabytes())
+        lag = max(lag, 1000 * server.metric("envserver_loop_lag_p99_seconds"))
         if done >= step * len(rows):
-            flying = server.metric("envserver_rollouts_running")
-            lag = 1000 * server.metric("envserver_loop_lag_p99_seconds")
-            rows.append([done, flying, server.megabytes(), server.cpu(), lag])
+            rows.append(
+                [done, server.metric("envserver_rollouts_running"), most, server.cpu(), lag]
+            )
             print(*(f"{value:.1f}" for value in rows[-1]), file=sys.stderr, flush=True)
+            most = lag = 0.0
     return rows
 
 
 def main() -> None:
-    words = asked(__doc__, rollouts=10_000, in_flight=1000, turns=1, call_seconds=10.0)
+    words = asked(__doc__, rollouts=10_000, in_flight=1000, turns=1, more=0, call_seconds=10.0)
     with runs.engine(words.call_seconds, 0.5) as engine, tempfile.TemporaryDirectory() as name:
         settings = {
             "--openai.num_max_requests_at_once": 2 * words.in_flight,
@@ -48,11 +54,12 @@ def main() -> None:
             "--log_level": "warning",
         }
         pairs = [word for pair in settings.items() for word in pair]
-        talk = runs.talking(runs.HERE / "compare_talk.py", engine, words.turns, words.in_flight)
+        work = runs.Work(words.rollouts, words.turns, words.in_flight, words.more)
+        talk = runs.talking(runs.HERE / "compare_talk.py", engine, work)
         serve = ("-m", "envserver", "serve", *talk, *pairs)
         with running(*serve, folder=Path(name), program=Path(sys.executable)) as process:
             url = process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
-            rows = measured(Server("ours", url, process.pid), words.rollouts, 1000)
+            rows = measured(Server("ours", url, process.pid), words.rollouts, words.in_flight)
     title = f"{words.in_flight:,} rollouts of {words.turns} turn(s) in flight"
     shown = table(title, "rollouts", "in flight", "MB", "CPU s", "lag p99 ms", left=0)
     for row in rows:

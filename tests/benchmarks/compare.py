@@ -29,8 +29,14 @@ from rich.table import Table
 from support.charts import cpu_bars
 
 AT_A_TIME = 64
-ROLLOUTS = {1: (128, 640), 5: (64, 384)}
-"""By turns: how many a short and a long run have. Their difference is free of the start."""
+POOLED = "1,000 rollouts of 1 turn with tokens"
+ROLLOUTS = {
+    POOLED: (128, runs.Work(640, 1, AT_A_TIME), 1000),
+    "1,000 rollouts of 5 turns with tokens": (64, runs.Work(384, 5, AT_A_TIME), 1000),
+    "8 rollouts of 120 turns, up to 140,000 tokens": (8, runs.Work(16, 120, 8, more=220), 8),
+}
+"""By case: how many a short run has, a long run, and of how many the values are told.
+The difference of the two runs is free of the start."""
 SINGLE = 40
 """Rollouts that are played one at a time."""
 TOKENS, GROUPS = (256, 2048), 64
@@ -86,27 +92,25 @@ def beside_verifiers(
         rows.add(case, unit, peer, mine, measure(how))
 
 
-POOLED = "1,000 rollouts of {} with tokens"
 UNITS = ("s of CPU", "s", "MB", "lost")
 
 
-def beyond_the_start(rows: Rows, how: runs.Play, url: str, turns: int) -> tuple[float, ...]:
-    """Returns what UNITS says of 1,000 rollouts."""
-    few, many = ROLLOUTS[turns]
-    short, long = (runs.play(how, url, count, turns, AT_A_TIME) for count in (few, many))
+def beyond_the_start(rows: Rows, how: runs.Play, url: str, case: str) -> tuple[float, ...]:
+    """Returns what UNITS says of the rollouts of a case."""
+    few, work, count = ROLLOUTS[case]
+    short, long = (runs.play(how, url, each) for each in (work._replace(rollouts=few), work))
     rows.hung += short.hung + long.hung
-    each = 1000 / (many - few)
-    lost = float(few + many - short.whole - long.whole)
+    each = count / (work.rollouts - few)
+    lost = float(few + work.rollouts - short.whole - long.whole)
     cpu, wall = (long.cpu - short.cpu) * each, (long.wall - short.wall) * each
     return cpu, wall, long.megabytes, lost
 
 
 def play_rollouts(rows: Rows, url: str) -> None:
-    """Rollouts of one and of five turns, many at a time; then one at a time."""
-    for turns in ROLLOUTS:
-        mine = beyond_the_start(rows, runs.by_us, url, turns)
-        peers = {peer: beyond_the_start(rows, how, url, turns) for peer, how in verifiers().items()}
-        case = POOLED.format(f"{turns} turn{'s' * (turns > 1)}")
+    """Rollouts of one, five and 120 turns, many at a time; then one at a time."""
+    for case in ROLLOUTS:
+        mine = beyond_the_start(rows, runs.by_us, url, case)
+        peers = {peer: beyond_the_start(rows, how, url, case) for peer, how in verifiers().items()}
         for number, unit in enumerate(UNITS):
             for peer, other in peers.items():
                 rows.add(case, unit, peer, mine[number], other[number])
@@ -121,13 +125,12 @@ def play_isolated(rows: Rows, url: str) -> None:
         (runs.alone, "a process for each agent"),
         (runs.walled, "a sandboxed process for each agent"),
     ):
-        cpu, *_, lost = beyond_the_start(rows, how, url, 1)
-        if lost == sum(ROLLOUTS[1]):
+        cpu, *_, lost = beyond_the_start(rows, how, url, POOLED)
+        if lost == ROLLOUTS[POOLED][0] + ROLLOUTS[POOLED][1].rollouts:
             continue  # this machine can make no sandbox
         for peer in verifiers():
-            pooled = rows.of[POOLED.format("1 turn"), "s of CPU", peer]
             case = f"1,000 rollouts of 1 turn, {what} (peer: none)"
-            rows.add(case, "s of CPU", peer, cpu, pooled.theirs[-1])
+            rows.add(case, "s of CPU", peer, cpu, rows.of[POOLED, "s of CPU", peer].theirs[-1])
 
 
 def post_and_fetch(rows: Rows) -> None:
@@ -165,7 +168,7 @@ def kill(rows: Rows, url: str) -> None:
     """kill -9 of what plays, and of the server that holds groups."""
 
     def lost_by(how: runs.Play) -> float:
-        killed = runs.play(how, url, KILLED_ROLLOUTS, 5, AT_A_TIME, kill=True)
+        killed = runs.play(how, url, runs.Work(KILLED_ROLLOUTS, 5, AT_A_TIME), kill=True)
         rows.hung += killed.hung
         return float(KILLED_ROLLOUTS - killed.whole)
 

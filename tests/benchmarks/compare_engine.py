@@ -6,7 +6,6 @@ conversation's prompt begins with what was sampled before.
 """
 
 import asyncio
-import json
 import logging
 import random
 import statistics
@@ -14,6 +13,7 @@ import sys
 import time
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 SECONDS = float(sys.argv[1]) if len(sys.argv) > 1 else 0.02
@@ -48,21 +48,21 @@ async def sample() -> list[dict[str, Any]]:
 
 def answered(answer: dict[str, Any]) -> web.Response:
     global _answered
-    body = json.dumps(answer)
+    body = orjson.dumps(answer)
     _answered = time.perf_counter()
     return web.Response(body=body, content_type="application/json")
 
 
 async def generate(request: web.Request) -> web.Response:
     """vLLM's route for token ids."""
-    await request.json()
+    await request.read()
     logprobs = {"content": await sample()}
     choice = {"index": 0, "token_ids": _SAMPLED, "logprobs": logprobs, "finish_reason": "stop"}
     return answered({"request_id": "1", "choices": [choice]})
 
 
 async def chat(request: web.Request) -> web.Response:
-    body = await request.json()
+    body = orjson.loads(await request.read())
     content = await sample()
     ids = prompt_ids(body["messages"])
     choice = {
@@ -93,7 +93,7 @@ async def gap(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
-    return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 8192}]})
+    return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 262144}]})
 
 
 async def health(request: web.Request) -> web.Response:

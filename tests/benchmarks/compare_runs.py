@@ -57,46 +57,54 @@ def engine(*settings: float) -> Iterator[str]:
             process.kill()
 
 
+class Work(NamedTuple):
+    """Rollouts of some turns, so many side by side; from the second turn on a question has six
+    tokens and five times `more`."""
+
+    rollouts: int
+    turns: int
+    at_a_time: int
+    more: int = 0
+
+
 Command = tuple[list[str], Callable[[str], int]]
 """The words of a command, and a function that counts the whole rollouts in its output."""
-Play = Callable[[str, int, int, int, Path], Command]
-"""Takes the engine's URL, the numbers of rollouts, turns and rollouts at a time, and a folder."""
+Play = Callable[[str, Work, Path], Command]
+"""Takes the engine's URL, what is played, and a folder."""
 
 
-def by_us(
-    url: str,
-    rollouts: int,
-    turns: int,
-    at_a_time: int,
-    folder: Path,
-    isolation: Isolation = "pooled",
-) -> Command:
+def by_us(url: str, work: Work, folder: Path, isolation: Isolation = "pooled") -> Command:
     out, environment = folder / "out.jsonl", folder / "talk.py"
     text = (HERE / "compare_talk.py").read_text()
     environment.write_text(f"{text}\n\nTalk.isolation = {isolation!r}\n")
-    words = talking(environment, url, turns, at_a_time)
-    words += ["--limit", str(rollouts // GROUP_SIZE), "--out", str(out)]
+    words = talking(environment, url, work)
+    words += ["--limit", str(work.rollouts // GROUP_SIZE), "--out", str(out)]
 
     def whole(output: str) -> int:
         lines = out.read_bytes().splitlines() if out.exists() else []
         groups = [orjson.loads(line)["envserver"]["rollouts"] for line in lines]
         return sum(
-            rollout["turns"] == turns and bool(rollout["rows"]) for g in groups for rollout in g
+            rollout["turns"] == work.turns and bool(rollout["rows"])
+            for g in groups
+            for rollout in g
         )
 
     return [str(ENVSERVER), "process", *words], whole
 
 
-def talking(environment: Path, url: str, turns: int, at_a_time: int) -> list[str]:
+def talking(environment: Path, url: str, work: Work) -> list[str]:
     """The settings of rollouts of `compare_talk.py`."""
     settings = {
         "--env": environment,
-        "--env.turns": turns,
+        "--env.turns": work.turns,
+        "--env.max_turns": max(8, work.turns),
+        "--env.max_token_length": 2**18,
+        "--env.more": work.more,
         "--env.group_size": GROUP_SIZE,
         "--env.ensure_scores_are_not_same": "false",
         "--openai.base_url": f"{url}/v1",
         "--openai.model_name": "m",
-        "--rollouts.max_concurrent": at_a_time,
+        "--rollouts.max_concurrent": work.at_a_time,
     }
     return [str(word) for pair in settings.items() for word in pair]
 
@@ -125,20 +133,16 @@ def _by_verifiers(python: Path, program: str, kept: str, folder: Path, *words: o
     return [str(word) for word in command], whole
 
 
-def by_verifiers(url: str, rollouts: int, turns: int, at_a_time: int, folder: Path) -> Command:
-    numbers = (url, rollouts, turns, at_a_time)
-    return _by_verifiers(VERIFIERS, "compare_verifiers.py", "results.jsonl", folder, *numbers)
+def by_verifiers(url: str, work: Work, folder: Path) -> Command:
+    return _by_verifiers(VERIFIERS, "compare_verifiers.py", "results.jsonl", folder, url, *work)
 
 
-def by_verifiers_v1(url: str, rollouts: int, turns: int, at_a_time: int, folder: Path) -> Command:
-    numbers = (url, rollouts, turns, at_a_time)
+def by_verifiers_v1(url: str, work: Work, folder: Path) -> Command:
     kept = "run/traces.jsonl"
-    return _by_verifiers(VERIFIERS_V1, "compare_verifiers_v1.py", kept, folder, *numbers)
+    return _by_verifiers(VERIFIERS_V1, "compare_verifiers_v1.py", kept, folder, url, *work)
 
 
-def play(
-    how: Play, url: str, rollouts: int, turns: int, at_a_time: int, *, kill: bool = False
-) -> Ran:
+def play(how: Play, url: str, work: Work, *, kill: bool = False) -> Ran:
     """Runs rollouts to their end.
 
     Args:
@@ -146,7 +150,7 @@ def play(
     """
     with tempfile.TemporaryDirectory(prefix="compare-") as name:
         folder = Path(name)
-        words, whole = how(url, rollouts, turns, at_a_time, folder)
+        words, whole = how(url, work, folder)
         with (folder / "log").open("w+") as log:
             before, began = _children_cpu(), time.monotonic()
             process = subprocess.Popen(
@@ -155,21 +159,21 @@ def play(
             with load.peak_megabytes(process.pid, 0.5) as peak:
                 if kill:
                     until(
-                        lambda: whole("") >= rollouts / 2 or process.poll() is not None,
+                        lambda: whole("") >= work.rollouts / 2 or process.poll() is not None,
                         lambda: "too few rollouts",
                     )
                     os.kill(_player(process.pid), signal.SIGKILL)
                 hung = not _ended(process, _SECONDS)
             used, wall = _children_cpu() - before, time.monotonic() - began
             log.seek(0)
-            return Ran(used, wall, peak[0], min(whole(log.read()), rollouts), hung)
+            return Ran(used, wall, peak[0], min(whole(log.read()), work.rollouts), hung)
 
 
 def gap(how: Play, url: str, rollouts: int, turns: int) -> float:
     """Milliseconds (median) from an answer of the engine to the same agent's next call."""
     with urllib.request.urlopen(f"{url}/gap"):
         pass
-    play(how, url, rollouts, turns, 1)
+    play(how, url, Work(rollouts, turns, 1))
     with urllib.request.urlopen(f"{url}/gap") as answer:
         return float(answer.read())
 

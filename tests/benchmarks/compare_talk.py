@@ -12,6 +12,7 @@ from envserver import Environment, PublicTask, Result, Rollout, Score, Task
 class Talk(Environment):
     class Config(Environment.Config):
         turns: int = 1
+        more: int = 0
 
     config: Config
 
@@ -23,7 +24,7 @@ class Talk(Environment):
         messages: list[dict[str, Any]] = [{"role": "user", "content": task.public["question"]}]
         for turn in range(self.config.turns):
             if turn:
-                messages.append({"role": "user", "content": "Go on."})
+                messages.append({"role": "user", "content": "Go on." + self.config.more * " more"})
             reply = await run.chat(messages)
             messages.append({"role": "assistant", "content": reply.content})
         return reply.content

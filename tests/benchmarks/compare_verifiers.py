@@ -1,6 +1,6 @@
 """The rollouts of `compare.py` by verifiers 0.3.1, in its own interpreter.
 
-python compare_verifiers.py URL ROLLOUTS TURNS AT_A_TIME RESULTS_FOLDER
+python compare_verifiers.py URL ROLLOUTS TURNS AT_A_TIME MORE RESULTS_FOLDER
 
 Prints how many rollouts ended with token ids for each turn. Everything runs in this process, as
 `vf.Environment.generate` does it.
@@ -15,12 +15,12 @@ import verifiers as vf
 from datasets import Dataset
 from verifiers.types import ClientConfig
 
-URL, ROLLOUTS, TURNS, AT_A_TIME = sys.argv[1], *map(int, sys.argv[2:5])
+URL, ROLLOUTS, TURNS, AT_A_TIME, MORE = sys.argv[1], *map(int, sys.argv[2:6])
 
 
 class Talk(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
-        return [vf.UserMessage(content="Go on.")]
+        return [vf.UserMessage(content="Go on." + MORE * " more")]
 
 
 def answered(completion):
@@ -45,7 +45,7 @@ async def main() -> None:
         sampling_args={"logprobs": True, "extra_body": {"return_token_ids": True}},
         max_concurrent=AT_A_TIME,
         state_columns=["trajectory"],
-        results_path=Path(sys.argv[5]),
+        results_path=Path(sys.argv[6]),
         save_results=True,
         on_progress=lambda *a: None,
     )

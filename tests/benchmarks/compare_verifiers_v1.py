@@ -1,6 +1,6 @@
 """The rollouts of `compare.py` by verifiers 0.4, in its own interpreter.
 
-python compare_verifiers_v1.py URL ROLLOUTS TURNS AT_A_TIME RESULTS_FOLDER
+python compare_verifiers_v1.py URL ROLLOUTS TURNS AT_A_TIME MORE RESULTS_FOLDER
 
 Prints how many rollouts ended with token ids and logprobs for each turn. `run_eval` plays them in
 this process, with the client for training. Its own chat loop is a program started for each turn:
@@ -66,6 +66,7 @@ class Call(vf.Harness[vf.HarnessConfig]):
 class TalkEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
     turns: int = 1
+    more: int = 0
 
 
 class TalkEnv(vf.Env[TalkEnvConfig]):
@@ -78,7 +79,8 @@ class TalkEnv(vf.Env[TalkEnvConfig]):
     async def run(self, task, agents):
         async with agents.agent.interaction(task.with_data(prompt=None)) as talk:
             for turn in range(self.config.turns):
-                await talk.turn("Go on." if turn else task.data.prompt)
+                go_on = "Go on." + self.config.more * " more"
+                await talk.turn(go_on if turn else task.data.prompt)
 
 
 def is_whole(episode, turns: int) -> bool:
@@ -88,7 +90,7 @@ def is_whole(episode, turns: int) -> bool:
 
 
 async def main() -> None:
-    url, rollouts, turns, at_a_time = sys.argv[1], *map(int, sys.argv[2:5])
+    url, rollouts, turns, at_a_time, more = sys.argv[1], *map(int, sys.argv[2:6])
     name = Path(__file__).stem
     client = {
         "type": "train",
@@ -100,13 +102,13 @@ async def main() -> None:
     }
     config = EvalConfig.model_validate(
         {
-            "env": {"taskset": {"id": name, "count": rollouts}, "turns": turns},
+            "env": {"taskset": {"id": name, "count": rollouts}, "turns": turns, "more": more},
             "client": client,
             "model": "m",
             "max_concurrent": at_a_time,
             "rich": None,
             "push": False,
-            "output_dir": Path(sys.argv[5]),
+            "output_dir": Path(sys.argv[6]),
             "run": {"dir": "run"},
         }
     )

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -82,6 +82,12 @@ class Poster:
 
 
 TESTS: Final = Path(__file__).parent.parent
+SHORT: Final = ("--env", "math")
+LONG: Final = (
+    "--env", TESTS / "benchmarks" / "compare_talk.py", "--env.turns", 40, "--env.max_turns", 40,
+    "--env.more", 40, "--env.max_token_length", 2**18,
+)  # fmt: skip
+"""Rollouts of one turn, and of forty, each of which takes longer than most faults let it."""
 FEW_WAIT: Final = "--rollouts.max_queued_groups=24"
 
 TAKEOVER_SECONDS: Final = 2
@@ -103,6 +109,7 @@ class World:
         told: what all of them heard.
         poster: an external environment, over the Atropos API.
         postgres: None: the store is a file.
+        environment: SHORT or LONG.
     """
 
     folder: Path
@@ -115,6 +122,7 @@ class World:
     told: Told
     poster: Poster
     postgres: Postgres | None
+    environment: Sequence[object]
     alone: bool = False
     """Whether the server runs without an environment of its own, to let trainers finish."""
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -156,7 +164,7 @@ class World:
 
     def _words(self, name: Name) -> list[object]:
         rollouts = [
-            "--env", "math", "--env.group_size", 2, "--openai.model_name", "sim",
+            *self.environment, "--env.group_size", 2, "--openai.model_name", "sim",
             "--openai.base_url", f"{self.witness_url}/v1", "--rollouts.max_concurrent", 4,
             "--workers.processes", 1, "--env.ensure_scores_are_not_same", "false",
         ]  # fmt: skip
@@ -332,6 +340,7 @@ def world(
     postgres: Postgres | None,
     deliveries: Mapping[str, str] = DELIVERIES,
     servers: int = 1,
+    environment: Sequence[object] = SHORT,
 ) -> Iterator[World]:
     """Everything up and at work.
 
@@ -351,8 +360,9 @@ def world(
         }
         poster = stack.enter_context(Poster([one.url for one in relays.values()]))
         made = World(
-            folder, store, ports, deliveries, witness, witness_url, relays, told, poster, postgres
-        )
+            folder, store, ports, deliveries, witness, witness_url, relays, told, poster, postgres,
+            environment,
+        )  # fmt: skip
         try:
             made.until_up()
             poster.start()

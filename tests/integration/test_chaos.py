@@ -5,13 +5,13 @@ acknowledged, and tokens stay what they were.
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from chaos.faults import torment
 from chaos.judge import Verdict, judge
-from chaos.world import World, world
+from chaos.world import LONG, SHORT, World, world
 from support.postgres import Postgres
 
 from envserver.sandbox import linux
@@ -60,15 +60,20 @@ def torture(made: World, faults: int, tell: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "faults",
-    [pytest.param(8, marks=pytest.mark.thorough), pytest.param(500, marks=pytest.mark.slow)],
+    ("faults", "environment"),
+    [
+        pytest.param(8, SHORT, marks=pytest.mark.thorough),
+        pytest.param(8, LONG, marks=pytest.mark.thorough),
+        pytest.param(500, SHORT, marks=pytest.mark.slow),
+        pytest.param(100, LONG, marks=pytest.mark.slow),
+    ],
 )
 def test_on_sqlite_two_trainers_share_every_group_exactly_once(
-    faults: int, tmp_path: Path, tell: Callable[[str], None]
+    faults: int, environment: Sequence[object], tmp_path: Path, tell: Callable[[str], None]
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         store = str(disk / "store.db")
-        with world(tmp_path, store=store, postgres=None) as made:
+        with world(tmp_path, store=store, postgres=None, environment=environment) as made:
             torture(made, faults, tell)
 
 

@@ -218,5 +218,5 @@ def test_both_generations_play_rollouts_of_five_turns(
     monkeypatch.setattr(runs, "VERIFIERS_V1", verifiers_v1_python)
     with runs.engine() as url:
         for how in (runs.by_verifiers, runs.by_verifiers_v1):
-            ran = runs.play(how, url, 4, 5, 4)
+            ran = runs.play(how, url, runs.Work(4, 5, 4, 3))
             assert (ran.whole, ran.hung) == (4, False)
