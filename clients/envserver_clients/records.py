@@ -19,7 +19,7 @@ from envserver_records.experts import Table, row_experts
 from envserver_records.images import RowImage, images_of
 from envserver_records.sampling import SamplingSpan, span_of
 from envserver_records.tasks import Json
-from envserver_records.wire import GroupSummary, WireGroup, WireLease
+from envserver_records.wire import NATIVE, GroupSummary, WireGroup, WireLease
 from numpy.typing import NDArray
 
 T = TypeVar("T")
@@ -50,6 +50,9 @@ class Row:
         processor: digest of the engine's configuration that made tokens of them; "" if unknown.
         experts: uint8 or uint16 [N, layers, experts per token], those that the engine routed the
             first N tokens to: at least all before the last trained one. None: not recorded.
+        share: part of the advantage that the row gets, less than 1 if the agent summarised its
+            history and the server's `env.compaction_rewards` is length. Rows that `last` does not
+            train are left out.
     """
 
     tokens: NDArray[np.int32]
@@ -70,6 +73,7 @@ class Row:
     images: list[RowImage] = field(default_factory=list)
     processor: str = ""
     experts: Table | None = None
+    share: float = 1.0
 
 
 class ClientGroup(WireGroup, dict=True):
@@ -79,7 +83,7 @@ class ClientGroup(WireGroup, dict=True):
     def rows(self) -> list[Row]:
         """The rows. Raises InputError: the body cannot be read, or has a format unknown here."""
         try:
-            if self.format == "group":
+            if self.format in NATIVE:
                 return _checked(_rows_of_group(self.group_id, unpack(self.body, Group)))
             if self.format == "atropos":
                 return _checked(_rows_of_post(self.group_id, self.policy_version, self.body))
@@ -156,7 +160,7 @@ def _rows_of_trajectory(
     group: Group, group_id: str, number: int, trajectory: Trajectory
 ) -> Iterator[Row]:
     score = trajectory.score
-    for sequence in trajectory.sequences:
+    for sequence in (sequence for sequence in trajectory.sequences if sequence.share):
         agent = sequence.agent
         reward = score.of_agent(agent)
         assert reward is not None  # as score.reward
@@ -179,6 +183,7 @@ def _rows_of_trajectory(
             images=images_of(sequence.images, group.images, len(sequence.tokens)),
             processor=str(group.rendering.get("processor", "")),
             experts=row_experts(sequence.experts, sequence.mask),
+            share=sequence.share,
         )
 
 

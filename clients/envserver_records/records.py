@@ -191,6 +191,8 @@ class Sequence(msgspec.Struct, kw_only=True):
         experts: of its first tokens, at least of all before the last trained one; None: unknown.
         follows: position in its trajectory of the row that it follows, because the agent started a
             new conversation with a summary (compaction); None: of none.
+        share: part of its agent's advantage that it gets; 0: it is not trained. See
+            `tasks.CompactionRewards`.
     """
 
     tokens: Tokens
@@ -205,6 +207,7 @@ class Sequence(msgspec.Struct, kw_only=True):
     images: list[ImageSpan] = []
     experts: RoutedExperts | None = None
     follows: int | None = None
+    share: float = 1.0
 
 
 class Usage(msgspec.Struct, kw_only=True):

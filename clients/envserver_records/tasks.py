@@ -8,6 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
+CompactionRewards = Literal["same", "last", "length"]
+"""How rows that follow each other by compaction get the reward of their rollout: all of it each,
+only the last one (the others are not trained), or its advantage shared by their trained tokens."""
+
 #     an agent's reward = its outcome + the sum of its turn rewards
 #     its outcome       = `rewards[agent]`, or `reward` if `rewards` does not name the agent
 #

@@ -15,11 +15,16 @@ LEASE_STREAM: Final = "application/vnd.envserver.stream"
 """Media type of a stream of leases: `WireLease`s in frames (`framing`), empty ones between them."""
 
 
+NATIVE: Final = ("group", "group-shares")
+"""Formats of a packed `records.Group`; the second says that its rows have shares of the reward, so
+that clients which do not know them refuse it."""
+
+
 class WireGroup(msgspec.Struct):
     """One group. `policy_version`: the lowest that sampled any of it, -1: unknown.
 
-    `format`: how to read `body`, a view of the answer: "group" (`records.unpack`), "atropos"
-    (JSON).
+    `format`: how to read `body`, a view of the answer: one of `NATIVE` (`records.unpack`) or
+    "atropos" (JSON).
     """
 
     group_id: str

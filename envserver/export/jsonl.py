@@ -220,6 +220,7 @@ def _rollouts(
             facts[-1]["actions"] = trajectory.actions
         if any(row.follows is not None for row in trajectory.sequences):
             facts[-1]["follows"] = [row.follows for row in trajectory.sequences]
+            facts[-1]["shares"] = [row.share for row in trajectory.sequences]
         for name in _IF_ANY:
             if (values := getattr(trajectory, name)) and name != "timings":
                 facts[-1][name] = msgspec.to_builtins(values)

@@ -97,6 +97,7 @@ class _Shared(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     attempts: list[FailedAttempt] = []
     printed: list[Printed] = []
     follows: list[int | None] = []
+    shares: list[float] = []
 
 
 class StoredRollout(_Shared, frozen=True, kw_only=True, eq=False):
@@ -470,6 +471,7 @@ def _sequence(number: int, row: StoredRow, rollout: StoredRollout) -> Sequence:
         ],
         experts=None if row.experts is None else experts_from(row.experts),
         follows=dict(enumerate(rollout.follows)).get(number),
+        share=dict(enumerate(rollout.shares)).get(number, 1.0),
     )
 
 

@@ -28,7 +28,7 @@ from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.http_errors import authorization
 from envserver_records.records import Group, unpack
 from envserver_records.servers import ServersClient
-from envserver_records.wire import GROUP_MSGPACK, WireGroup
+from envserver_records.wire import GROUP_MSGPACK, NATIVE, WireGroup
 from envserver_records.zstd import zstd
 
 from ..store.lookups import StoreReader, open_reader
@@ -198,7 +198,7 @@ def is_sqlite(path: Path) -> bool:
 
 def line_of(body: bytes, format: str, env: str, group_id: str, place: str) -> dict[str, Any]:
     try:
-        if format == "group":
+        if format in NATIVE:
             group = unpack(body, Group)
             data = group_line(
                 group, include_messages=True, score_range="unit", include_actions=True

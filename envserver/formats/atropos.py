@@ -31,11 +31,12 @@ def group_to_atropos(
     """Returns `group` as the Atropos routes and JSONL files show it.
 
     Trajectories without a reward are left out: they are never trained on. `overrides` tells
-    trainers not to learn from truncated trajectories; it is None if no trajectory is truncated.
-    `advantages` has a value for each token if turns have rewards: that of the turn's own return,
-    undiscounted, within its agent (`returns.turn_advantages`); else it is None, and `scores` say
-    all. `images` says which tokens of each row stand for which image: {"sha256", "offset",
-    "length", "grid"}; `image_data` has the bytes.
+    trainers not to learn from truncated trajectories and from rows without a share of the reward;
+    it is None if there are none. `advantages` has a value for each token if turns have rewards or
+    rows share theirs: that of the turn's own return, undiscounted, within its agent
+    (`returns.turn_advantages`), times the row's share; else it is None, and `scores` say all.
+    `images` says which tokens of each row stand for which image: {"sha256", "offset", "length",
+    "grid"}; `image_data` has the bytes.
 
     Args:
         score_range: "unit" leaves rewards as they are, "pm1" maps the environment's range to [-1,
@@ -58,7 +59,7 @@ def group_to_atropos(
         else None,
         "generation_params": _generation_params(group, [sequence for _, sequence in rows]),
         "inference_logprobs": [_logprobs(sequence) for _, sequence in rows],
-        "overrides": _overrides([trajectory for trajectory, _ in rows]),
+        "overrides": _overrides(rows),
         "group_overrides": None,
         "images": _images([sequence for _, sequence in rows]),
         "env_id": None,
@@ -122,7 +123,7 @@ def score_in_range(reward: float, score_range: ScoreRange, bounds: RewardRange) 
 
 
 def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[list[float]] | None:
-    if not any(trajectory.score.turns for trajectory, _ in rows):
+    if not any(trajectory.score.turns or row.share < 1 for trajectory, row in rows):
         return None
     trajectories = [
         trajectory for trajectory in group.trajectories if trajectory.score.reward is not None
@@ -133,8 +134,10 @@ def _advantages(group: Group, rows: list[tuple[Trajectory, Sequence]]) -> list[l
         for rollout, by_call in zip(trajectories, turn_advantages(earned), strict=True):
             found[rollout.rollout_id, agent] = by_call
     return [
-        token_advantages(sequence.calls, found[trajectory.rollout_id, sequence.agent], 0.0).tolist()
-        for trajectory, sequence in rows
+        (
+            row.share * token_advantages(row.calls, found[rollout.rollout_id, row.agent], 0.0)
+        ).tolist()
+        for rollout, row in rows
     ]
 
 
@@ -168,7 +171,10 @@ def _logprobs(sequence: Sequence) -> list[float]:
     return logprobs
 
 
-def _overrides(trajectories: list[Trajectory]) -> list[dict[str, Any]] | None:
-    if not any(trajectory.truncated for trajectory in trajectories):
-        return None
-    return [{"set_advantage_to_zero": True} if t.truncated else {} for t in trajectories]
+def _overrides(rows: list[tuple[Trajectory, Sequence]]) -> list[dict[str, Any]] | None:
+    untaught = [trajectory.truncated or not row.share for trajectory, row in rows]
+    return (
+        [{"set_advantage_to_zero": True} if each else {} for each in untaught]
+        if any(untaught)
+        else None
+    )

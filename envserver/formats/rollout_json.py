@@ -166,6 +166,7 @@ def _row(row: Sequence) -> dict[str, Any]:
         "flags": row.flags,
         "path": row.path,
         "follows": row.follows,
+        "share": row.share,
         "sampling": msgspec.to_builtins(row.sampling),
     }
 

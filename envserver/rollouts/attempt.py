@@ -45,7 +45,7 @@ from envserver_records.records import (
     Trajectory,
     Usage,
 )
-from envserver_records.tasks import TurnReward
+from envserver_records.tasks import CompactionRewards, TurnReward
 from envserver_records.timings import MOST_TIMINGS, HookEvent, Timing
 
 from ..environment import NO_REWARDS, Isolation
@@ -275,7 +275,9 @@ async def run_attempt(
     answered = answered_calls(calls)
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
-    work = partial(_built, attempt, calls, trained, context.actions)
+    config = context.environment.config
+    rule = config.compaction_rewards
+    work = partial(_built, attempt, calls, trained, context.actions, rule)
     # A millisecond is not worth the way to a thread and back.
     built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built
@@ -296,7 +298,7 @@ async def run_attempt(
         turn_rewards=[_resolved(attempt, posted, answered) for posted in attempt.turn_rewards],
         calls={agent or "": indices for agent, indices in answered.items()},
     )
-    started_at, shown = attempt.timeline.started_at, context.environment.config.include_messages
+    started_at, shown = attempt.timeline.started_at, config.include_messages
     trajectory = Trajectory(
         rollout_id=spec.rollout_id,
         attempt=spec.attempt,
@@ -381,12 +383,16 @@ def _traced(attempt: ProxyAttempt, isolation: Isolation) -> Iterator[None]:
 
 
 def _built(
-    attempt: ProxyAttempt, calls: list[Call], trained: list[Call], actions: Actions
+    attempt: ProxyAttempt,
+    calls: list[Call],
+    trained: list[Call],
+    actions: Actions,
+    rule: CompactionRewards,
 ) -> tuple[list[Sequence], list[Timing], dict[str, bytes]]:
     """Takes tens of milliseconds for hundreds of long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
-    mark_compaction(sequences, trained)
+    mark_compaction(sequences, trained, rule)
     shown = {image.sha256 for row in sequences for image in row.images}
     held = held_by(call.messages for call in trained) if shown else {}
     images = {sha256: held[sha256] for sha256 in sorted(shown)}

@@ -159,7 +159,8 @@ async def check(
         progress(done, of)
     data = await asyncio.to_thread(_data_report, all_rows, counts.of, origins, rows)
     compacted = sum(play.compacted for play in played.plays)
-    note = f"{compacted} played rollouts summarised their history: each row has the whole reward."
+    rule = f"--env.compaction_rewards {environment.config.compaction_rewards}"
+    note = f"{compacted} played rollouts summarised their history: {rule} rewards their rows."
     return EnvironmentReport(
         environment=environment.name,
         split=environment.config.split,

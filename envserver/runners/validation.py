@@ -142,6 +142,8 @@ def _check_row(row: Row, rows: int, place: str) -> None:
         _refuse(f"{place}.tokens", "is empty")
     if not row.path:
         _refuse(f"{place}.path", "is empty")
+    if not 0 <= row.share <= 1:
+        _refuse(f"{place}.share", "is not from 0 to 1")
     if not 0 <= (row.follows or 0) < rows:
         _refuse(f"{place}.follows", "is not the number of a row")
     end = 0

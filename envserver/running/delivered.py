@@ -20,6 +20,7 @@ from envserver_records.images import RowImage, images_of, images_of_row
 from envserver_records.packing import ready
 from envserver_records.records import Tokens, digest_after, is_intact, link_of
 from envserver_records.sampling import LEAST_LOGPROB, LOGPROB_ROUNDING
+from envserver_records.wire import NATIVE
 from numpy.typing import NDArray
 
 from ..export.stored_sources import GroupsServer
@@ -181,7 +182,7 @@ class LineChain:
 def read_body(group_id: str, kind: str, policy_version: int, body: bytes | memoryview) -> Delivery:
     delivery = Delivery(group_id=group_id)
     try:
-        if kind == "group":
+        if kind in NATIVE:
             return _read_group(unpack(body, Group), body)
         if kind != "atropos":
             raise ValueError(f"its format {kind!r} is unknown")

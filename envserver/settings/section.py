@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from envserver_records.tasks import Split
+from envserver_records.tasks import CompactionRewards, Split
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -183,6 +183,9 @@ class EnvironmentConfig(Section):
     """Time limit of a rollout in seconds of wall time, from start to result."""
     score_range: Literal["unit", "pm1"] = "unit"
     """Reward range in Atropos groups: [0, 1] (unit) or mapped to [-1, 1] (pm1)."""
+    compaction_rewards: CompactionRewards = "same"
+    """Rows of an agent that summarised its history: each has the whole reward (same), only the last
+    is trained (last), or they share the advantage by their trained tokens (length)."""
     agents: dict[str, AgentConfig] = {}
     """Model, engine and sampling of single agents in a multi-agent rollout."""
 

@@ -252,7 +252,7 @@ def put_of(group: Group, body: bytes) -> GroupPut:
     return GroupPut(
         group_id=group.group_id,
         env=group.env,
-        format="group",
+        format="group" if all(row.share == 1 for row in rows) else "group-shares",
         body=body,
         size=len(group.trajectories),
         tokens=sum(len(row.tokens) for row in rows),

@@ -101,8 +101,8 @@ def check_lease(lease_id: str, source: LeaseState, target: LeaseState, event: Le
 Delivery = Literal["shared", "broadcast"]
 """shared: each group goes to one of these runs; broadcast: the run gets every group."""
 
-Format = Literal["group", "atropos"]
-"""The encoding of a body: a packed `records.Group`, or a post of the Atropos API."""
+Format = Literal["group", "group-shares", "atropos"]
+"""The encoding of a body: a packed `records.Group` (`wire.NATIVE`), or an Atropos API's post."""
 
 
 UNKNOWN_VERSION: Final = -1

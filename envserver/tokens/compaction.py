@@ -1,4 +1,4 @@
-"""Marks the rows that follow others by compaction.
+"""Marks the rows that follow others by compaction, and shares the reward of a rollout among them.
 
 An agent that summarises its history starts a new conversation, and so a new row. A conversation
 holds all calls whose messages continue each other, however often they were rendered anew. It
@@ -14,15 +14,18 @@ follows another one of the same agent and model only where the record leaves no 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from envserver_records.records import Call, Message, Sequence
+from envserver_records.tasks import CompactionRewards
 
 _SETUP = ("system", "developer")
 _MOST_CONVERSATIONS = 64
 """An agent with more asks many short questions; comparing each with each would take seconds."""
 
 
-def mark_compaction(rows: list[Sequence], calls: list[Call]) -> None:
-    """Sets `follows` of the rows of one rollout; `calls` are in order of commit."""
+def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRewards) -> None:
+    """Sets `follows` and `share` of the rows of one rollout; `calls` are in order of commit."""
     owners, talks = _conversations(rows, calls)
     if not 1 < len(talks) <= _MOST_CONVERSATIONS:
         return
@@ -48,11 +51,18 @@ def mark_compaction(rows: list[Sequence], calls: list[Call]) -> None:
         if likely:
             earlier[late] = max(likely)[2]
             heads[late] = heads[earlier[late]]
+    trained: Counter[int] = Counter()
+    for row in rows:
+        trained[heads[owners[row.path[0]]]] += int(row.mask.sum())
     for row in rows:
         owner = owners[row.path[0]]
         if owner in earlier and row.path[0] == talks[owner][0].index:
             last = talks[earlier[owner]][-1].index
             row.follows = next(number for number, other in enumerate(rows) if last in other.path)
+        if rule == "last" and owner in earlier.values():
+            row.share = 0.0
+        elif rule == "length" and heads.count(heads[owner]) > 1:
+            row.share = int(row.mask.sum()) / max(1, trained[heads[owner]])
 
 
 def _conversations(

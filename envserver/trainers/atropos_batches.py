@@ -21,6 +21,7 @@ import msgspec
 import orjson
 from envserver_records.errors import StoreError
 from envserver_records.records import Group, unpack
+from envserver_records.wire import NATIVE
 
 from ..formats.atropos import ScoreRange, group_to_atropos
 from ..store import GroupRow, Store
@@ -624,7 +625,7 @@ class View:
 
 
 def as_waiting(row: GroupRow) -> Waiting:
-    native = row.format == "group"
+    native = row.format in NATIVE
     return Waiting(
         group_id=row.group_id,
         size=row.size,

@@ -13,7 +13,7 @@ import orjson
 from envserver_records.errors import ConflictError, InputError, NotFoundError
 from envserver_records.records import Group, Trajectory, unpack
 from envserver_records.records import Sequence as Row
-from envserver_records.wire import GROUP_MSGPACK, GroupSummary
+from envserver_records.wire import GROUP_MSGPACK, NATIVE, GroupSummary
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
@@ -315,7 +315,7 @@ async def _read(store: GroupLookups, group_id: str, number: int) -> tuple[Group,
 
 async def _read_group(store: GroupLookups, group_id: str) -> tuple[GroupRow, Group]:
     (stored,) = await store.rows([group_id])
-    if stored.format != "group":
+    if stored.format not in NATIVE:
         raise ConflictError(
             f"{group_id} was posted over the Atropos API, which has rows but no rollouts.",
             hint="GET /v1/groups/ID has all of it.",

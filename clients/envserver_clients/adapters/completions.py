@@ -10,7 +10,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -31,6 +31,7 @@ class Completion:
         mask: 1: sampled by the policy and trained, 0: context (the answers of tools and users).
         logprobs: 0.0 where mask is 0.
         versions, calls: the policy version and the call that sampled it, -1 for context.
+        continued: it follows another row by compaction, and no row follows it.
         images: those among all the tokens, in order; their places count from the prompt's begin.
         experts: [N, layers, experts per token], that the engine routed the first N tokens to: all
             tokens but the last. None: not recorded.
@@ -43,6 +44,7 @@ class Completion:
     versions: list[int]
     calls: list[int]
     agent: str | None = None
+    continued: bool = False
     images: list[RowImage] = field(default_factory=list)
     experts: Table | None = None
 
@@ -78,9 +80,23 @@ def completion_of(sequence: Sequence, images: dict[str, bytes]) -> Completion | 
 
 
 def completions_of(trajectory: Trajectory) -> list[Completion]:
-    """Splits a trajectory's sequences, in order: one, unless the agent changed its history."""
-    found = (completion_of(sequence, trajectory.images) for sequence in trajectory.sequences)
-    return [completion for completion in found if completion is not None]
+    """Splits a trajectory's sequences, in order: one, unless the agent changed its history. Those
+    without a share of the reward are left out.
+
+    Raises InputError: rows share their advantage, which these trainers compute by themselves.
+    """
+    if any(0 < row.share < 1 for row in trajectory.sequences):
+        raise InputError(
+            "Rows share their advantage by length, and this trainer takes only whole ones.",
+            hint="Start the server with --env.compaction_rewards same, or last.",
+            place="share",
+        )
+    followed = {row.follows for row in trajectory.sequences}
+    return [
+        replace(completion, continued=row.follows is not None and number not in followed)
+        for number, row in enumerate(trajectory.sequences)
+        if row.share and (completion := completion_of(row, trajectory.images)) is not None
+    ]
 
 
 def check_text_only(completion: Completion, trainer: str) -> Completion:
@@ -215,14 +231,15 @@ def completions_of_agent(trajectory: Trajectory, agent: str | None = None) -> li
 
 
 def main_completion(trajectory: Trajectory, agent: str | None = None) -> Completion:
-    """The row with the most trained tokens (of equal ones the last).
+    """The row with the most trained tokens (of equal ones the last), among those that end a chain
+    of compactions, if there are any.
 
     Raises InputError: no token of the trajectory is trained.
     """
     found = completions_of_agent(trajectory, agent)
     if not found:
         raise InputError(f"Rollout {trajectory.rollout_id} has no trained token.", place="mask")
-    return max(reversed(found), key=lambda completion: sum(completion.mask))
+    return max(reversed(found), key=lambda row: (row.continued, sum(row.mask)))
 
 
 def loss_mask(trajectory: Trajectory, completion: Completion) -> list[int]:

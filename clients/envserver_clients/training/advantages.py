@@ -221,7 +221,7 @@ def _of_row(
     row: Row, values: Mapping[Key, float], by_call: Mapping[Key, Mapping[int, float]]
 ) -> RowAdvantage:
     key = (row.agent, row.trajectory)
-    turns = by_call.get(key)
+    turns, value = by_call.get(key), row.share * values[key]
     if not turns or len(row.calls) != len(row.tokens):
-        return RowAdvantage(values[key])
-    return RowAdvantage(values[key], token_advantages(row.calls, turns, values[key]))
+        return RowAdvantage(value)
+    return RowAdvantage(value, row.share * token_advantages(row.calls, turns, values[key]))

@@ -123,8 +123,9 @@ export interface RowFacts {
   agent: string | null;
   flags: string[];
   path: number[];
-  /** The row that it follows by compaction. */
+  /** The row that it follows by compaction, and its share of the reward. */
   follows?: number | null;
+  share?: number;
 }
 
 export interface Action {

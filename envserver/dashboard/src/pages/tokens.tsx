@@ -21,7 +21,8 @@ export function Tokens({ path, answer }: { path: string; answer: RolloutAnswer }
             <button key={n} aria-pressed={n === row} onClick={() => setQuery({ row: n, token: null })}>
               row {n}
               {one.agent && `, ${visible(one.agent)}`}
-              {one.follows != null && `, follows row ${one.follows}`} <span class="dim">{amount(one.length)}</span>
+              {one.follows != null && `, follows row ${one.follows}`}
+              {one.share != null && one.share < 1 && (one.share ? `, ${Math.round(100 * one.share)} % of the reward` : ", not trained")} <span class="dim">{amount(one.length)}</span>
             </button>
           ))}
         </div>
