@@ -88,7 +88,7 @@ class Call(msgspec.Struct, kw_only=True, omit_defaults=True):
         eot_sampled: the last id is a token that ends the model's turn.
         delivered: whether the agent received the whole answer.
         replayed: the recorded answer was sent again to a retry of the same request.
-        body_digest: BLAKE2b-128 of the agent's request body.
+        body_digest: 16 bytes that identify the agent's request body.
         planned_parent: index of the call whose tokens the prompt continues, None: none.
         edge: how it continues that call.
         refusal: why the prompt was rendered from scratch although an earlier call matched, or None.

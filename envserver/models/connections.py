@@ -209,7 +209,7 @@ class Decoder:
     def __init__(self, key: str) -> None:
         self._key = key
 
-    def decode(self, data: bytes, form: type | None = None) -> dict[str, Any]:
+    def decode(self, data: bytes, form: type | None = None, echo: bytes = b"") -> dict[str, Any]:
         """Decodes `data` as a JSON object that is not an error.
 
         JSON is strict, with finite numbers: an engine that writes NaN for a logprob has computed
@@ -217,10 +217,10 @@ class Decoder:
 
         `form` is a TypedDict of the fields that are read, with `error` and `object`. If the data
         has this form, other fields are skipped, at half the cost; else all are decoded. Integers of
-        over 64 bits do not fit it.
+        over 64 bits do not fit it. `echo` (see `EngineRequest`) is compared instead of read.
         """
         try:
-            answer = None if form is None else _of_form(data, form)
+            answer = None if form is None else _of_form(data, form, echo)
             if answer is None:
                 answer = orjson.loads(data)
                 if nests_too_deeply(answer, data):
@@ -282,10 +282,20 @@ def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
-def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
+_ECHO = b'"prompt_token_ids":'
+_NULL = msgspec.Raw(b"null")
+
+
+def _of_form(data: bytes, form: type, echo: bytes) -> dict[str, Any] | None:
     """The fields of `form` in `data`; None if it has another form."""
+    found: dict[str, Any] | None
+    at = data.find(_ECHO) + len(_ECHO)
+    if echo and data.startswith(echo, at):
+        found = _of_form(b"%bnull%b" % (data[:at], data[at + len(echo) :]), form, b"")
+        if found is not None and found.get("prompt_token_ids") == _NULL:
+            return found | {"prompt_token_ids": msgspec.Raw(echo)}
     try:
-        found: dict[str, Any] = _decoder_of(form).decode(data)
+        found = _decoder_of(form).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found

@@ -62,6 +62,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
         timeout_seconds: for the whole answer, retries included.
         form: a TypedDict of the fields that are read, see `Decoder.decode`; an engine may ignore
             it.
+        echo: what the answer's `prompt_token_ids` are likely to be, as JSON.
     """
 
     path: str
@@ -69,6 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     rollout_id: str
     timeout_seconds: float
     form: type | None = None
+    echo: bytes = b""
 
 
 class Engine(Protocol):

@@ -139,7 +139,7 @@ class OpenAIEngine:
         async def once(sent: ReplicaRequest) -> Json:
             try:
                 async with self._sent(sent, request.path, payload) as response:
-                    answer = await self._answer(response, request.form)
+                    answer = await self._answer(response, request.form, request.echo)
             except EngineRefused as error:
                 await self._refused(sent.replica, body, error)
                 raise
@@ -275,12 +275,14 @@ class OpenAIEngine:
         except EngineUnavailable as redirect:
             raise RetryableError(redirect) from None
 
-    async def _answer(self, response: Response, form: type | None = None) -> Json:
+    async def _answer(
+        self, response: Response, form: type | None = None, echo: bytes = b""
+    ) -> Json:
         """What is not an object comes from something else, such as a load balancer: a retry may
         succeed."""
         data = await whole(response)
         try:
-            return self._decoder.decode(data, form)
+            return self._decoder.decode(data, form, echo)
         except EngineGarbage as error:
             if data.lstrip().startswith(b"{"):
                 raise

@@ -306,7 +306,7 @@ def engine_body(
         if name in sampling:
             body[name] = sampling[name]
     if request.prompt is None:
-        body["messages"] = [_renderable(message) for message in request.messages]
+        body["messages"] = _renderable(request.messages)
         if request.tools:
             body["tools"] = request.tools
         if exact or request.wants_logprobs:
@@ -341,22 +341,31 @@ def _flags(request: ModelRequest, body: dict[str, Any]) -> list[str]:
     return flags
 
 
-def _renderable(message: Message) -> Message:
-    """Returns `message` without half surrogate pairs in the arguments of its calls.
+def _renderable(messages: list[Message]) -> list[Message]:
+    """Returns `messages` without half surrogate pairs in the arguments of their calls.
 
     A model can write `"\\udabc"` in them, which is JSON; an engine that decodes the arguments for
     the chat template cannot encode what it gets, and refuses the whole conversation.
     """
-    calls = message.get("tool_calls") or []
-    renderable = [*map(_renderable_call, calls)]
-    if all(new is old for new, old in zip(renderable, calls, strict=True)):
-        return message
-    return {**message, "tool_calls": renderable}
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if not _SURROGATE.search("\n".join(filter(None, map(_arguments, calls)))):
+        return [*messages]
+    return [
+        {**message, "tool_calls": [*map(_renderable_call, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _arguments(call: dict[str, Any]) -> str | None:
+    arguments = (call.get("function") or {}).get("arguments")
+    return arguments if isinstance(arguments, str) else None
 
 
 def _renderable_call(call: dict[str, Any]) -> dict[str, Any]:
-    arguments = (call.get("function") or {}).get("arguments")
-    if not isinstance(arguments, str) or not _SURROGATE.search(arguments):
+    arguments = _arguments(call)
+    if arguments is None or not _SURROGATE.search(arguments):
         return call
     try:
         value, changes = clean(json.loads(arguments))

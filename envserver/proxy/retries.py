@@ -11,7 +11,7 @@ Other equal requests are new samples: that is what an agent wants that asks twic
 from __future__ import annotations
 
 from collections import deque
-from hashlib import blake2b
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from envserver_records.errors import ConflictError
@@ -28,12 +28,12 @@ _REMEMBERED = 64
 
 
 def digest_of(path: str, agent: str | None, body: bytes) -> bytes:
-    """Returns the BLAKE2b-128 digest of a request's path, agent and body."""
-    digest = blake2b(digest_size=16)
+    """Returns the first half of the SHA-256 digest of a request's path, agent and body."""
+    digest = sha256()
     for part in (path.encode(), (agent or "").encode()):
         digest.update(b"%d:" % len(part) + part)
     digest.update(body)
-    return digest.digest()
+    return digest.digest()[:16]
 
 
 class RetryMarks:

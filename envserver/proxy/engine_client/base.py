@@ -65,19 +65,23 @@ class EngineSession:
         self._now = asyncio.get_running_loop().time
         self._deadline = self._now() + timeout_seconds
 
-    async def post(self, path: str, body: ChatBody, form: type | None = None) -> ChatAnswer:
-        return await self._engine.post(self._request(path, body, form))
+    async def post(
+        self, path: str, body: ChatBody, form: type | None = None, echo: bytes = b""
+    ) -> ChatAnswer:
+        return await self._engine.post(self._request(path, body, form, echo))
 
     def stream(
         self, path: str, body: ChatBody, form: type | None = None
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         return self._engine.stream(self._request(path, body, form))
 
-    def _request(self, path: str, body: ChatBody, form: type | None) -> EngineRequest:
+    def _request(
+        self, path: str, body: ChatBody, form: type | None, echo: bytes = b""
+    ) -> EngineRequest:
         seconds = self._deadline - self._now()
         if seconds <= 0:
             raise EngineTimeout("The engine did not answer in time.")
-        return EngineRequest(path, body, self._rollout_id, seconds, form)
+        return EngineRequest(path, body, self._rollout_id, seconds, form, echo)
 
 
 def has_tools(body: ChatBody) -> bool:

@@ -303,7 +303,8 @@ class TokensClient:
             return await self._chat.whole(session, body, ids)
         body = not_streamed(body)
         request, sent = await self._request(session, body, ids)
-        answer = await session.post(GENERATE, request, BareGenerated if bare else None)
+        form, echo = (BareGenerated, sent.json) if bare else (None, b"")
+        answer = await session.post(GENERATE, request, form, echo)
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
             messages = await derendered(
