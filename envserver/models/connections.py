@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import ipaddress
+import secrets
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -219,11 +220,12 @@ class Decoder:
         has this form, other fields are skipped, at half the cost; else all are decoded. Integers of
         over 64 bits do not fit it. `echo` (see `EngineRequest`) is compared instead of read.
         """
+        short = _without_echo(data, echo)
         try:
-            answer = None if form is None else _of_form(data, form, echo)
+            answer = None if form is None else _of_form(short, form)
             if answer is None:
-                answer = orjson.loads(data)
-                if nests_too_deeply(answer, data):
+                answer = orjson.loads(short)
+                if nests_too_deeply(answer, short):
                     text = f"The engine's answer nests deeper than {MAX_NESTING} levels."
                     raise EngineGarbage(text)
         except orjson.JSONDecodeError:
@@ -282,20 +284,28 @@ def _decoder_of(form: type) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
+ECHOED = f"echoed {secrets.token_hex(16)}"
+"""In the place of prompt ids that are as expected; no engine can know it."""
 _ECHO = b'"prompt_token_ids":'
-_NULL = msgspec.Raw(b"null")
 
 
-def _of_form(data: bytes, form: type, echo: bytes) -> dict[str, Any] | None:
+def _without_echo(data: bytes, echo: bytes) -> bytes:
+    parts: list[bytes] = []
+    at = 0
+    while echo and (found := data.find(_ECHO, at)) >= 0:
+        begin = found + len(_ECHO)
+        parts.append(data[at:begin])
+        at = begin
+        if data.startswith(echo, begin):
+            parts.append(b'"%b"' % ECHOED.encode())
+            at += len(echo)
+    return b"".join([*parts, data[at:]]) if parts else data
+
+
+def _of_form(data: bytes, form: type) -> dict[str, Any] | None:
     """The fields of `form` in `data`; None if it has another form."""
-    found: dict[str, Any] | None
-    at = data.find(_ECHO) + len(_ECHO)
-    if echo and data.startswith(echo, at):
-        found = _of_form(b"%bnull%b" % (data[:at], data[at + len(echo) :]), form, b"")
-        if found is not None and found.get("prompt_token_ids") == _NULL:
-            return found | {"prompt_token_ids": msgspec.Raw(echo)}
     try:
-        found = _decoder_of(form).decode(data)
+        found: dict[str, Any] = _decoder_of(form).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return found

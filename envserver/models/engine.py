@@ -62,7 +62,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
         timeout_seconds: for the whole answer, retries included.
         form: a TypedDict of the fields that are read, see `Decoder.decode`; an engine may ignore
             it.
-        echo: what the answer's `prompt_token_ids` are likely to be, as JSON.
+        echo: what `prompt_token_ids` in the answer are likely to be, as JSON. Where they are so,
+            `connections.ECHOED` is in their place: to read a million bytes takes a millisecond.
     """
 
     path: str

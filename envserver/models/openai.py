@@ -167,7 +167,7 @@ class OpenAIEngine:
                         raise EngineGarbage(
                             "The engine returned a non-streaming response to a streaming request."
                         )
-                    chunks = self._chunks(sent.replica, response, deadline, request.form)
+                    chunks = self._chunks(sent.replica, response, deadline, request)
                     first = await anext(chunks, None)
                     await self._confirmed(sent.replica, response, body, first or {})
                     return stack.pop_all(), self._handed_out(sent, first, chunks)
@@ -338,7 +338,7 @@ class OpenAIEngine:
             return self._decoder.decode(await whole(response))
 
     async def _chunks(
-        self, replica: Replica, response: Response, deadline: float, form: type | None
+        self, replica: Replica, response: Response, deadline: float, request: EngineRequest
     ) -> AsyncGenerator[Json]:
         parser = SseParser()
         ended = False
@@ -352,7 +352,7 @@ class OpenAIEngine:
                         await _drain(response)
                         return
                     if event:
-                        yield self._decoder.decode(event, form)
+                        yield self._decoder.decode(event, request.form, request.echo)
         raise RetryableError(EngineGarbage("The engine's stream ended before its [DONE]."))
 
     async def _handed_out(

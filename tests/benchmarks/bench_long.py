@@ -4,10 +4,11 @@
 
 Conversations with tools go on side by side; each turn adds a result of so many tokens and an answer
 of 64. The engine answers at once. CPU is that of the proxy alone for each call of the last ten
-turns; memory is what the proxy holds beyond what it held before the first call, for each
-conversation. Exits with 1 where memory grows faster than the conversation does.
+turns; memory is what the proxy holds, soon after them, beyond what it held before the first call, for
+each conversation. Exits with 1 where memory grows faster than the conversation does.
 """
 
+import asyncio
 from contextlib import ExitStack
 from typing import Any
 
@@ -33,6 +34,7 @@ async def measured(house: House, engine: str, words: Any) -> list[Any]:
             used = cpu_seconds(pid)
             done = await by_turns(some, range(end - WINDOW, end))
             cpu = 1000 * (cpu_seconds(pid) - used) / done.asked
+            await asyncio.sleep(1.5)
             rows.append((end, cpu, (megabytes("Private_", pid) - before) / words.conversations))
     return rows
 

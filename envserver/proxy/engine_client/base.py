@@ -17,6 +17,7 @@ import orjson
 from envserver_records.errors import EngineGarbage, EngineTimeout
 from envserver_records.records import Tokens
 
+from ...models.connections import ECHOED
 from ...models.engine import Engine, EngineRequest
 from ...tokens.images import url_of
 
@@ -71,13 +72,11 @@ class EngineSession:
         return await self._engine.post(self._request(path, body, form, echo))
 
     def stream(
-        self, path: str, body: ChatBody, form: type | None = None
+        self, path: str, body: ChatBody, form: type | None = None, echo: bytes = b""
     ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
-        return self._engine.stream(self._request(path, body, form))
+        return self._engine.stream(self._request(path, body, form, echo))
 
-    def _request(
-        self, path: str, body: ChatBody, form: type | None, echo: bytes = b""
-    ) -> EngineRequest:
+    def _request(self, path: str, body: ChatBody, form: type | None, echo: bytes) -> EngineRequest:
         seconds = self._deadline - self._now()
         if seconds <= 0:
             raise EngineTimeout("The engine did not answer in time.")
@@ -162,7 +161,8 @@ def index_of(choice: Any, count: int, where: str) -> int:
 
 def check_prompt(answer: ChatAnswer, sent: Tokens | list[int], where: str) -> None:
     """Checks that the engine saw what it was sent, and puts `sent` itself in its place."""
-    if not same_ids(require(answer, "prompt_token_ids", list, where), sent):
+    is_echo = answer.get("prompt_token_ids") == ECHOED
+    if not is_echo and not same_ids(require(answer, "prompt_token_ids", list, where), sent):
         raise EngineGarbage(f"{where} echoes a different prompt than was sent.")
     answer["prompt_token_ids"] = sent
 

@@ -139,7 +139,9 @@ class CompletionsClient:
             if _foreign_field(body) is None:
                 self._reader.compare(body, answer)
             return answer
-        return self._parsed(await session.post(PATH, _request(body, ids)), body, ids)
+        json = dumped(ids)
+        answer = await session.post(PATH, _request(body, json), echo=json)
+        return self._parsed(answer, body, ids)
 
     @asynccontextmanager
     async def stream(
@@ -149,7 +151,8 @@ class CompletionsClient:
             async with self._chat.stream(session, body, ids) as chunks:
                 yield chunks
             return
-        async with session.stream(PATH, streamed(_request(body, ids))) as chunks:
+        json = dumped(ids)
+        async with session.stream(PATH, streamed(_request(body, json)), echo=json) as chunks:
             yield self._chunks(chunks, body, ids)
 
     def _parsed(self, answer: ChatAnswer, body: ChatBody, sent: Tokens) -> ChatAnswer:
@@ -231,10 +234,10 @@ class CompletionsClient:
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
-def _request(body: ChatBody, ids: Tokens) -> ChatBody:
+def _request(body: ChatBody, ids: bytes) -> ChatBody:
     request = {name: body[name] for name in body if name in _SHARED}
     request |= {
-        "prompt": orjson.Fragment(dumped(ids)),
+        "prompt": orjson.Fragment(ids),
         # An explicit null: without the field the limit would be 16.
         "max_tokens": max_tokens(body),
         "return_token_ids": True,

@@ -303,8 +303,8 @@ class TokensClient:
             return await self._chat.whole(session, body, ids)
         body = not_streamed(body)
         request, sent = await self._request(session, body, ids)
-        form, echo = (BareGenerated, sent.json) if bare else (None, b"")
-        answer = await session.post(GENERATE, request, form, echo)
+        form = BareGenerated if bare else None
+        answer = await session.post(GENERATE, request, form, sent.echo)
         generated = GeneratedAnswer(answer, body, sent, is_bare=bare)
         if self._is_parsed(body):
             messages = await derendered(
@@ -325,7 +325,7 @@ class TokensClient:
         body = not_streamed(body)
         request, sent = await self._request(session, body, ids)
         form = BareGeneratedChunk if bare else None
-        async with session.stream(GENERATE, streamed(request), form) as chunks:
+        async with session.stream(GENERATE, streamed(request), form, sent.echo) as chunks:
             yield chunks_of(chunks, body, sent, int(time.time()), is_bare=bare)
 
     def _is_parsed(self, body: ChatBody) -> bool:
