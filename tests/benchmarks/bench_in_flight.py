@@ -1,20 +1,23 @@
 """A server with 1,000 rollouts in flight: its memory over time, its CPU, and the lag of its loop.
 
     python tests/benchmarks/bench_in_flight.py [--rollouts 10000] [--in_flight 1000] [--turns 1]
-    python tests/benchmarks/bench_in_flight.py --in_flight 256 --turns 40 --more 1000
+    python tests/benchmarks/bench_in_flight.py --in_flight 256 --turns 40 --more 5000
 
 `envserver serve` with an engine that takes 5 to 15 seconds for a call, so that as many rollouts are
 in flight at any time and do not end in waves; the engine and the workers are processes of their
-own. From its second turn on an agent says six tokens and five times `--more`: 40 turns of 1,000 end
-with 200,000 tokens. Memory is the most that the server alone held (RssAnon) until as many rollouts
-more had ended as are in flight: what it needs for these is there then, and what comes later is
-growth. Lag is how late each of the loop's 50 ms ticks came; other programs add to it. Exits with 1
-where memory still grows at the end, by more than a tenth over the last half of the run.
+own. From its second turn on an agent says `--more` words: 40 turns of 5,000 end with 200,000
+tokens, and the engine is the simulated one, which takes token ids. Memory is the most that the
+server alone held (RssAnon) until as many rollouts more had ended as are in flight: what it needs
+for these is there then, and what comes later is growth. Lag is how late each of the loop's 50 ms
+ticks came; other programs add to it. Exits with 1 where memory still grows at the end, by more than
+a tenth over the last half of the run.
 """
 
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import compare_runs as runs
@@ -42,9 +45,26 @@ def measured(server: Server, rollouts: int, step: int) -> list[list[float]]:
     return rows
 
 
+@contextmanager
+def simulated(call_seconds: float, folder: Path) -> Iterator[str]:
+    """The URL of an engine whose calls take about so long, by the lengths of its answers."""
+    settings = {
+        "context_tokens": 2**18,
+        "latency_seconds": call_seconds / 2,
+        "seconds_per_token": call_seconds / 100,
+    }
+    pairs = [word for name, value in settings.items() for word in (f"--sim.{name}", value)]
+    with running("models", "sim", "--port", 0, *pairs, folder=folder) as process:
+        yield process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
+
+
 def main() -> None:
     words = asked(__doc__, rollouts=10_000, in_flight=1000, turns=1, more=0, call_seconds=10.0)
-    with runs.engine(words.call_seconds, 0.5) as engine, tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        if words.more:
+            engine = stack.enter_context(simulated(words.call_seconds, Path(name)))
+        else:
+            engine = stack.enter_context(runs.engine(words.call_seconds, 0.5))
         settings = {
             "--openai.num_max_requests_at_once": 2 * words.in_flight,
             "--rollouts.max_queued_groups": 10**6,

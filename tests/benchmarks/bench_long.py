@@ -4,8 +4,8 @@
 
 Conversations with tools go on side by side; each turn adds a result of so many tokens and an answer
 of 64. The engine answers at once. CPU is that of the proxy alone for each call of the last ten
-turns; memory is what the proxy holds, soon after them, beyond what it held before the first call, for
-each conversation. Exits with 1 where memory grows faster than the conversation does.
+turns; memory is what the proxy holds a second after them, beyond what it held before the first
+call, for each conversation. Exits with 1 where memory grows faster than the conversation does.
 """
 
 import asyncio

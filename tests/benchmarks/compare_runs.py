@@ -99,11 +99,11 @@ def talking(environment: Path, url: str, work: Work) -> list[str]:
         "--env.turns": work.turns,
         "--env.max_turns": max(8, work.turns),
         "--env.max_token_length": 2**18,
+        "--env.worker_timeout": 3600,
         "--env.more": work.more,
         "--env.group_size": GROUP_SIZE,
         "--env.ensure_scores_are_not_same": "false",
         "--openai.base_url": f"{url}/v1",
-        "--openai.model_name": "m",
         "--rollouts.max_concurrent": work.at_a_time,
     }
     return [str(word) for pair in settings.items() for word in pair]
