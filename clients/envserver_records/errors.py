@@ -47,6 +47,7 @@ the infrastructure: see `policy.limit_of_death`.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeVar
 
 import msgspec
@@ -142,7 +143,12 @@ class ConflictError(UsageError):
 
 
 class RolloutError(EnvserverError):
+    """Ends an attempt. `messages`: its main agent's conversation until then; `turns`, `tokens`: its
+    calls, and what they sampled."""
+
     kind = "rollout"
+    messages: Sequence[dict[str, Any]] = ()
+    turns = tokens = 0
 
 
 class LimitReached(RolloutError):

@@ -48,13 +48,17 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_de
 
 
 class FailedAttempt(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt of a rollout that failed, after which the rollout was tried again."""
+    """An attempt of a rollout that failed. `turns`, `tokens`: its calls, and what they sampled;
+    `messages`: its main agent's conversation, if calls are kept."""
 
     attempt: int
     kind: str
     blame: Blame
     message: str
     seconds: float
+    turns: int = 0
+    tokens: int = 0
+    messages: list[Json] = []
 
 
 class Printed(msgspec.Struct, frozen=True, array_like=True):

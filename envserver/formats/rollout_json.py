@@ -154,7 +154,7 @@ def _kind_of(data: bytes) -> str | None:
 
 
 def _failed(attempt: FailedAttempt) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(attempt)
+    shown: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(attempt, messages=[]))
     return {**shown, "fault": fault_of(attempt.kind, attempt.blame)}
 
 

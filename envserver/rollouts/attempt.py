@@ -242,8 +242,22 @@ async def run_attempt(
 ) -> Finished:
     """Runs the agent once. `blames_model`: score it if it ends its worker. One in a sandboxed
     worker, which code of the model can reach, is always scored then."""
-    isolation = spec.isolation
     attempt = context.proxy.open(spec)
+    try:
+        return await _run(context, spec, attempt, blames_model)
+    except RolloutError as error:
+        counted = counted_calls([*attempt.calls], spec)
+        error.turns, error.tokens = _turns(counted), _sampled(counted)
+        if counted and context.environment.config.include_messages:
+            last = main_call(counted, spec.agents) or counted[-1]
+            error.messages = [*last.messages, last.message]
+        raise
+
+
+async def _run(
+    context: RolloutContext, spec: AttemptSpec, attempt: ProxyAttempt, blames_model: bool
+) -> Finished:
+    isolation = spec.isolation
     spent, death = None, None
     try:
         async with context.staleness.watching(attempt), _ended_if_it_keeps_asking(attempt):

@@ -19,7 +19,7 @@ from envserver_records.errors import (
     Straggler,
     Unscorable,
 )
-from envserver_records.records import Call, Group, Usage
+from envserver_records.records import Call, Group, Message, Usage
 from envserver_records.timings import MOST_ATTEMPTS, FailedAttempt
 
 from ..telemetry.redaction import redacted
@@ -31,7 +31,8 @@ T = TypeVar("T")
 
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """An attempt failed. `final`: it is not retried, the rollout is lost."""
+    """An attempt failed. `final`: it is not retried, the rollout is lost. `turns`, `tokens`,
+    `messages`: see `RolloutError`."""
 
     group_id: str
     index: int
@@ -41,6 +42,9 @@ class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
     failure: Failure
     final: bool
     at: float
+    turns: int = 0
+    tokens: int = 0
+    messages: list[Message] = []
 
 
 class RolloutScored(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,6 +194,8 @@ class GroupFailures:
 
     observer: Observer
     request: GroupRequest
+    keep_messages: bool = False
+    """Whether the group's record has the conversations of failed attempts."""
 
     def __post_init__(self) -> None:
         self.seen: list[Failure] = []
@@ -245,6 +251,9 @@ class GroupFailures:
                 blame=failure.blame,
                 message=failure.message[:_LONGEST_MESSAGE],
                 seconds=round(time.monotonic() - self._began.get(number, time.monotonic()), 3),
+                turns=error.turns,
+                tokens=error.tokens,
+                messages=[*error.messages] if self.keep_messages else [],
             )
         )
         if final:
@@ -262,6 +271,9 @@ class GroupFailures:
                 failure=failure,
                 final=final,
                 at=time.time(),
+                turns=error.turns,
+                tokens=error.tokens,
+                messages=[*error.messages],
             )
         )
         return failure

@@ -131,7 +131,7 @@ async def make_group(
     A group stops early once it cannot be delivered. `rules`: default: the environment's.
     """
     rules = rules or context.rules
-    failures = GroupFailures(context.observer, request)
+    failures = GroupFailures(context.observer, request, context.keep_calls)
     rollouts = await _rollouts(context, request, rules, failures)
     drop = failures.bug or judge_losses(failures.lost, rules)
     if drop is not None:
@@ -255,7 +255,12 @@ async def _try_rollout(
         shown.count(rollout.attempt.calls)  # the proxy has forgotten the attempt
         shown.state = "scoring"
         with within(current().child("score", {"envserver.environment": request.env})) as span:
-            scorable = await _score(context, request.task, rollout)
+            try:
+                scorable = await _score(context, request.task, rollout)
+            except RolloutError as error:
+                error.turns, error.messages = rollout.trajectory.turns, rollout.trajectory.messages
+                error.tokens = rollout.result.completion_tokens
+                raise
             if scorable is not None and not scores_groups(context.environment):
                 span.note({"envserver.reward": scorable, **evaluation("reward", scorable)})
     trajectory, calls = rollout.trajectory, rollout.attempt.calls

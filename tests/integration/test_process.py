@@ -251,11 +251,19 @@ def test_a_rollout_that_ends_its_worker_again_is_scored(
     more = (
         f"--env.broken 'then {end}' --env.total_steps 3 --env.group_size 2"
         f" --env.worker_timeout {2 if limit == 'time' else 60} --workers.kill_grace_seconds 0.5"
-        " --rollouts.stop_after_failed_groups 1"
+        " --rollouts.stop_after_failed_groups 1 --tokens.keep_calls true"
     )
     process(more)
     rollouts = rollouts_of(read_jsonl(folder / "data" / "echo.jsonl"))
     assert [(one["limit"], one["attempt"] > 1) for one in rollouts] == [(limit, True)] * 6
+    # What was there when an attempt failed is in the record, and in the file of failures.
+    for lost in (
+        [one["attempts"][0] for one in rollouts],
+        read_jsonl(folder / "data" / "echo.failures.jsonl"),
+    ):
+        spoke = [one for one in lost if one["turns"]]  # others of its process died with it
+        assert all(one["tokens"] and one["messages"][-1]["role"] == "assistant" for one in spoke)
+        assert spoke
     said = process(f"{more} --rollouts.worker_deaths null --overwrite", status=1)
     assert "worker_" in said
 

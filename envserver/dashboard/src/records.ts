@@ -158,6 +158,8 @@ export interface Attempt {
   fault: string;
   message: string;
   seconds: number | null;
+  turns?: number;
+  tokens?: number;
 }
 
 export interface LogLine {

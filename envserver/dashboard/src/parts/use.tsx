@@ -116,7 +116,7 @@ export function FailedAttempts({ attempts }: { attempts: Attempt[] }) {
 function FailedAttempt({ one }: { one: Attempt }) {
   return (
     <li>
-      <b>attempt {one.attempt}</b> <span class="warn">{visible(one.kind)}</span> <span class="dim">({visible(one.fault)}, {duration(one.seconds)})</span>
+      <b>attempt {one.attempt}</b> <span class="warn">{visible(one.kind)}</span> <span class="dim">({visible(one.fault)}, {duration(one.seconds)}{one.turns ? `, ${one.turns} turns, ${amount(one.tokens ?? 0)} tokens` : ""})</span>
       <LongText text={one.message} most={1000} />
     </li>
   );
