@@ -3,14 +3,16 @@
 import re
 import signal
 from collections import defaultdict
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from envserver_clients.http import SyncEnvClient
+from envserver_records import Group, unpack
 from support.api import api_process
-from support.commands import Running, free_port, running
+from support.commands import Running, free_port, running, until
+from support.relay import relay
 from support.waiting import PATIENCE
 
 pytestmark = pytest.mark.thorough
@@ -19,6 +21,12 @@ JOIN = (
     "--env", "math", "--model", "sim", "--sim.latency_seconds", 0.3, "--env.group_size", 2,
     "--env.ensure_scores_are_not_same", "false", "--workers.processes", 1,
     "--rollouts.max_concurrent", 2,
+)  # fmt: skip
+TURNS = 20
+TALK = (
+    "--env", Path(__file__).parents[1] / "benchmarks" / "compare_talk.py", "--env.turns", TURNS,
+    "--env.max_turns", TURNS, "--env.total_steps", 4, "--env.group_size", 2,
+    "--env.ensure_scores_are_not_same", "false", "--openai.model_name", "sim", "--openai.base_url",
 )  # fmt: skip
 GROUP_ID = re.compile(r"math-train-(\d+)-(\d{6})-")
 
@@ -79,6 +87,33 @@ def check_whole(group_ids: list[str]) -> dict[int, int]:
 def end(joiner: Running) -> None:
     joiner.send(signal.SIGTERM)
     assert joiner.end() == 0, joiner.output()
+
+
+def test_long_rollouts_go_on_while_their_server_is_away(tmp_path: Path) -> None:
+    house, port = House(tmp_path), free_port()
+    slow = ("--port", port, "--sim.latency_seconds", 0.2)
+    with (
+        running("models", "sim", *slow, folder=tmp_path) as engine,
+        relay(f"http://127.0.0.1:{port}") as (engine_url, answers),
+        ExitStack() as stack,
+    ):
+        engine.wait_for("http://")
+        with api_process(tmp_path / "groups.db", house.port) as server:
+            join = ("join", house.url, *TALK, f"{engine_url}/v1")
+            joiner = stack.enter_context(running(*join, folder=tmp_path))
+            until(lambda: len(answers) > TURNS, joiner.output)
+            server.kill()
+            server.wait()
+            joiner.wait_for("server_unreachable")
+        with (
+            api_process(tmp_path / "groups.db", house.port),
+            SyncEnvClient(house.url, run="trainer", batch_size=4) as client,
+        ):
+            batch = next(client.batches(idle_seconds=PATIENCE))
+            groups = [unpack(group.body, Group) for group in batch.groups]
+    rollouts = [rollout for group in groups for rollout in group.trajectories]
+    assert [(rollout.turns, rollout.attempts) for rollout in rollouts] == [(TURNS, [])] * 8
+    assert len(answers) == 8 * TURNS  # none was asked for again
 
 
 def test_killed_servers_and_joiners_lose_and_double_nothing(tmp_path: Path) -> None:
