@@ -25,6 +25,7 @@ class Session:
         base_url: of the proxy, with `/v1`; valid for this rollout, like `api_key`.
         instruction: what it is to do, also in `instruction_file`.
         mcp_url: of the MCP server with the environment's tools; "": none.
+        context: tokens of a prompt and its answer at most; None: unknown.
         skills: files of skills by path.
     """
 
@@ -37,6 +38,7 @@ class Session:
     instruction: str
     instruction_file: Path
     mcp_url: str = ""
+    context: int | None = None
     skills: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -121,6 +123,9 @@ COMMAND = Harness(name="command", launch=_launch_command)
 
 
 _TOOLS = "Bash,Read,Edit,Write"
+_CLAUDES_WINDOW = 200_000
+_FULL = 0.8
+"""The part of a context at which programs compact: one more turn and the summary fit the rest."""
 
 
 def _launch_claude_code(session: Session) -> Launch:
@@ -143,6 +148,7 @@ def _launch_claude_code(session: Session) -> Launch:
             "ANTHROPIC_API_KEY": session.api_key,
             "ANTHROPIC_MODEL": session.model,
             "ANTHROPIC_SMALL_FAST_MODEL": session.model,
+            **_claudes_window(session.context),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # else each prompt begins with other words
             "DISABLE_AUTOUPDATER": "1",
@@ -151,6 +157,13 @@ def _launch_claude_code(session: Session) -> Launch:
         },
         files=skill_files(session.skills, ".claude/skills"),
     )
+
+
+def _claudes_window(context: int | None) -> dict[str, str]:
+    """Has it compact before the context is full: it takes unknown models for one of 200,000 tokens,
+    and compacts at a share of these."""
+    share = 100 * _FULL * (context or _CLAUDES_WINDOW) / _CLAUDES_WINDOW
+    return {"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": f"{share:.2f}"} if share < 100 * _FULL else {}
 
 
 CLAUDE_CODE = Harness(
@@ -190,6 +203,12 @@ required = true
 def _launch_codex(session: Session) -> Launch:
     # A JSON text is a TOML text.
     config = _CONFIG.format(model=json.dumps(session.model), base_url=json.dumps(session.base_url))
+    if session.context is not None:
+        full = int(_FULL * session.context)
+        limits = (
+            f"model_context_window = {session.context}\nmodel_auto_compact_token_limit = {full}\n"
+        )
+        config = limits + config
     if session.mcp_url:
         config += _MCP.format(url=json.dumps(session.mcp_url))
     argv = [
@@ -214,12 +233,13 @@ CODEX = Harness(
 
 _CONTEXT = 131072
 _OUTPUT = 8192
-"""What it believes of the model; the proxy knows better, and says so when a context is full."""
+"""What it believes of a model whose context is unknown, and of its answers."""
 
 
 def _launch_opencode(session: Session) -> Launch:
     model = f"env/{session.model}"
-    limits = {"context": _CONTEXT, "output": _OUTPUT}
+    context = session.context or _CONTEXT
+    limits = {"context": context, "output": min(_OUTPUT, int((1 - _FULL) * context))}
     config: dict[str, Any] = {
         "autoupdate": False,
         "share": "disabled",

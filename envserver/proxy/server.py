@@ -337,11 +337,9 @@ class Proxy:
                 await self.services.answer(attempt, name, scope, receive, send)
             case _ if f"{path}/".startswith(f"{MODELS}/"):
                 require(method, "GET")
-                length = await self._session(attempt, agent).endpoint.max_model_len()
-                route, most = attempt.spec.route(agent), attempt.spec.limits.max_row_tokens
-                if length is not None and most is not None and route.trained:
-                    length = min(length, most)
-                await send_json(send, 200, model_at(path, route.model, length))
+                length = await self._context(attempt, agent)
+                model = attempt.spec.route(agent).model
+                await send_json(send, 200, model_at(path, model, length))
             case _ if path.startswith(RESPONSES) and method == "GET":
                 await send_json(send, 200, response_at(attempt, path))
             case "" | "v1" if method in ("GET", "HEAD"):
@@ -355,7 +353,8 @@ class Proxy:
                 await self._send_health(send)
             case "record":
                 require(method, "GET")
-                await send_json(send, 200, record_body(attempt))
+                facts = {"context": await self._context(attempt, agent)}
+                await send_json(send, 200, record_body(attempt) | facts)
             case "result":
                 await self._take_result(attempt, scope, receive)
                 await send_nothing(send)
@@ -376,6 +375,14 @@ class Proxy:
                 if attempt.log_budget.take(len(path), time.monotonic()):
                     _log.warning("foreign_endpoint", rollout_id=attempt.spec.rollout_id, path=path)
                 raise NotFoundError(f"/{path} is not offered here.")
+
+    async def _context(self, attempt: ProxyAttempt, agent: str | None) -> int | None:
+        """The tokens of a prompt and its answer together, at most; None: unknown."""
+        length = await self._session(attempt, agent).endpoint.max_model_len()
+        most = attempt.spec.limits.max_row_tokens
+        if length is None or most is None or not attempt.spec.route(agent).trained:
+            return length
+        return min(length, most)
 
     async def _take_result(self, attempt: ProxyAttempt, scope: Scope, receive: Receive) -> None:
         try:

@@ -406,7 +406,7 @@ def _built(
     """Takes tens of milliseconds for hundreds of long calls."""
     sequences = build(trained, actions)
     check(trained, sequences, actions)
-    mark_compaction(sequences, trained, rule)
+    mark_compaction(sequences, calls, rule)
     shown = {image.sha256 for row in sequences for image in row.images}
     held = held_by(call.messages for call in trained) if shown else {}
     images = {sha256: held[sha256] for sha256 in sorted(shown)}

@@ -7,9 +7,9 @@ follows another one of the same agent and model only where the record leaves no 
 - it began after the last call of the other, which nothing continues and nothing else follows;
 - it neither continues nor repeats the other;
 - it begins with the same user message; or it has the same system message and tools, and the other
-  had several turns and did not end with a tool call, which may have started a sub-agent, and no
-  third conversation runs from before both until after the beginning of the later one: both may be
-  its sub-agents.
+  had several turns and did not end with a tool call, which may have started a sub-agent, or it
+  begins with what a call said meanwhile, the summary; and no third conversation runs from before
+  both until after the beginning of the later one: both may be its sub-agents.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from __future__ import annotations
 from collections import Counter
 
 from envserver_records.records import Call, Message, Sequence
-from envserver_records.tasks import CompactionRewards
+from envserver_records.tasks import CompactionRewards, text_of
 
 _SETUP = ("system", "developer")
 _MOST_CONVERSATIONS = 64
 """An agent with more asks many short questions; comparing each with each would take seconds."""
+_LINE = 24
+"""Characters of a line that is not said twice by chance."""
+_BEGINNING = 4
+"""Messages of a conversation, besides those of the system, among which its summary is."""
 
 
 def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRewards) -> None:
-    """Sets `follows` and `share` of the rows of one rollout; `calls` are in order of commit."""
+    """Sets `follows` and `share` of the rows of one rollout. `calls`: all, in order of commit; a
+    program may ask for a summary beside the conversation, untrained."""
     owners, talks = _conversations(rows, calls)
     if not 1 < len(talks) <= _MOST_CONVERSATIONS:
         return
@@ -38,7 +43,7 @@ def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRew
             for early in range(late)
             if ends[early] <= first.started_at
             and early not in earlier.values()
-            and (same_task := _same_task(talks[early], first)) is not None
+            and (same_task := _same_task(talks[early], first, calls)) is not None
             and (
                 same_task
                 or not any(
@@ -89,7 +94,7 @@ def _continues(call: Call, earlier: Call) -> bool:
     return bool(said) and _part(call)[: len(said)] == said and _agent(call) == _agent(earlier)
 
 
-def _same_task(talk: list[Call], first: Call) -> bool | None:
+def _same_task(talk: list[Call], first: Call, calls: list[Call]) -> bool | None:
     """Returns whether `first` begins with the same user message as `talk`, or only has its system
     message and tools; None: it does not follow `talk`."""
     said, begins = _part(talk[-1]), _part(first)
@@ -98,7 +103,23 @@ def _same_task(talk: list[Call], first: Call) -> bool | None:
     setups = [(_part(call, setup=True), call.tools) for call in (talk[0], first)]
     ended = len(talk) > 1 and not talk[-1].message.get("tool_calls")
     same_task = said[:1] == begins[:1]
-    return same_task if same_task or (ended and setups[0] == setups[1] != ([], [])) else None
+    if same_task or setups[0] != setups[1] or setups[0] == ([], []):
+        return same_task or None
+    return False if ended or _is_told(talk, begins, first, calls) else None
+
+
+def _is_told(talk: list[Call], begins: list[Message], first: Call, calls: list[Call]) -> bool:
+    """Returns whether a conversation begins with a line that a call said after `talk` had begun."""
+    told = "\n".join(map(text_of, begins[:_BEGINNING]))
+    known = "\n".join(map(text_of, talk[0].messages))
+    lines = (
+        line
+        for call in calls
+        if talk[0].started_at < call.started_at + call.seconds <= first.started_at
+        for line in text_of(call.message).splitlines()
+        if len(line) >= _LINE
+    )
+    return any(line in told and line not in known for line in lines)
 
 
 def _agent(call: Call) -> tuple[str | None, str]:

@@ -257,12 +257,13 @@ _FINAL_LIMITS = ("turns", "tokens", "time", "record")
 class CallRecord(msgspec.Struct, frozen=True):
     """What the proxy recorded of an attempt so far (GET record): the number of `calls` that were
     answered, the `limit` that the agent was refused for, the model's last `text` in the main
-    conversation, and whether that message called tools (`pending`)."""
+    conversation, whether that message called tools (`pending`), and the model's `context`."""
 
     calls: int
     limit: str | None
     text: str
     pending: bool
+    context: int | None = None
 
 
 Record = Callable[[], Awaitable[CallRecord]]
@@ -291,7 +292,8 @@ async def play(
     await asyncio.to_thread(workspace.fill, task.archive, task.files)
     tools = nullcontext("") if task.tools is None else run.serve_mcp(task.tools)
     async with tools as mcp_url:
-        launch = _launch(task, spec, run, workspace, mcp_url)
+        context = (await record()).context
+        launch = _launch(task, spec, run, workspace, mcp_url, context)
         ended = await _run(launch, spec, workspace, run, record)
     seen = await record()
     ending = ending_of(ended.status, seen, in_time=ended.in_time)
@@ -342,7 +344,12 @@ def _folders() -> tuple[Path, Path]:
 
 
 def _launch(
-    task: HarnessTask, spec: HarnessSpec, run: AttemptRun, workspace: OwnWorkspace, mcp_url: str
+    task: HarnessTask,
+    spec: HarnessSpec,
+    run: AttemptRun,
+    workspace: OwnWorkspace,
+    mcp_url: str,
+    context: int | None,
 ) -> Launch:
     instruction_file = workspace.home / "instruction.md"
     instruction_file.write_text(task.instruction)
@@ -357,6 +364,7 @@ def _launch(
             instruction=task.instruction,
             instruction_file=instruction_file,
             mcp_url=mcp_url,
+            context=context,
             skills=task.skills,
         )
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.commands import envserver, read_jsonl
-from support.relay import Held, Relay, begins_a_row, relay, sampled, trained
+from support.relay import Echo, Held, Relay, begins_a_row, relay, sampled, trained
 from support.verifiers_peer import install
 from support.vllm_server import CONTEXT, VllmServer
 
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.vllm
 AGENTS = Path(__file__).parents[2] / ".agents"
 WORDS = "~~~ ~~~~"
 """Of the model's own choice, see support/forced_text.py."""
+_SHORT = 500
+"""Tokens of prompts that no program sends."""
 START_OF_TURN = 1
 """Id of <|im_start|> in the tiny model's tokenizer."""
 WORST = 1e-4
@@ -62,6 +64,21 @@ def saying(texts: list[str]) -> Held:
     return hold
 
 
+def in_order(texts: list[str]) -> Held:
+    """Has the model say each text once; what asks it for a word finds out what the engine can."""
+    left = iter(texts)
+
+    def hold(asked: dict[str, Any]) -> None:
+        prompt = asked.get("token_ids") or asked.get("prompt") or ()
+        said = {"said": next(left) if len(prompt) > _SHORT else WORDS}
+        if "sampling_params" in asked:
+            asked["sampling_params"]["extra_args"] = said
+        else:
+            asked["vllm_xargs"] = said
+
+    return hold
+
+
 def earlier_turns(ids: list[int]) -> int:
     """Counts how often the header with which a prompt ends stands before it."""
     starts = [at for at, token in enumerate(ids) if token == START_OF_TURN]
@@ -70,10 +87,10 @@ def earlier_turns(ids: list[int]) -> int:
 
 
 def played(
-    engine: VllmServer, folder: Path, texts: list[str], rollouts: int, *words: object
+    engine: VllmServer, folder: Path, held: Held, rollouts: int, *words: object
 ) -> tuple[list[dict[str, Any]], Relay]:
     """Returns the groups that `process` makes before the engine, and what the engine said."""
-    with relay(engine.root_url, hold=saying(texts)) as (url, echoes):
+    with relay(engine.root_url, hold=held) as (url, echoes):
         ran = envserver(
             "process", "--openai.base_url", url, "--openai.model_name", engine.model,
             "--sampling.max_tokens", 200, "--env.group_size", rollouts, "--env.total_steps", 1,
@@ -86,7 +103,7 @@ def played(
 
 
 def assert_exact(
-    engine: VllmServer, folder: Path, groups: list[dict[str, Any]], echoes: Relay
+    engine: VllmServer, folder: Path, groups: list[dict[str, Any]], echoes: list[Echo]
 ) -> str:
     """Checks every row against what the engine said, and against what it says when asked again.
 
@@ -129,9 +146,48 @@ def test_a_program_plays_in_one_exact_row(
     vllm_server: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
 ) -> None:
     rollouts = 2 if name == "mini-swe-agent" else 1  # the others cost more
-    groups, echoes = played(vllm_server, tmp_path, PROGRAMS[name], rollouts, *program(name))
+    groups, echoes = played(vllm_server, tmp_path, saying(PROGRAMS[name]), rollouts, *program(name))
     assert ends(groups) == [(1, len(PROGRAMS[name]), None)] * rollouts
     tell(f"{name}: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
+
+
+COUNT = "seq 1000 1700"
+SUMMARY = f"Summary: {WORDS} {WORDS}"
+CLAUDE, OPENCODE = (calls(name, command=COUNT, description=WORDS) for name in ("Bash", "bash"))
+CODEX = calls("exec_command", cmd=COUNT)
+COMPACTED: dict[str, tuple[list[str], list[int | None], bool]] = {
+    # Its summary is a branch of what it sums up, and trained.
+    "claude-code": (
+        [*[CLAUDE] * 5, SUMMARY, CLAUDE, SUMMARY, WORDS],
+        [None, None, 1, 2, 3],
+        True,
+    ),
+    "codex": ([CODEX, CODEX, SUMMARY, CODEX, WORDS], [None, 0], False),
+    "opencode": (
+        [OPENCODE, OPENCODE, SUMMARY, OPENCODE, WORDS, SUMMARY, WORDS],
+        [None, 0, 1],
+        False,
+    ),
+}
+"""What the model says, the row that each row follows, and whether summaries are trained."""
+
+
+@pytest.mark.parametrize("name", COMPACTED)
+def test_a_program_that_fills_its_context_goes_on_from_a_summary(
+    vllm_server: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
+) -> None:
+    texts, follows, trains_summaries = COMPACTED[name]
+    small = ("--env.max_token_length", 16_000, "--env.max_turns", 30)
+    groups, echoes = played(vllm_server, tmp_path, in_order(texts), 1, *program(name), *small)
+    (rollout,) = groups[0]["envserver"]["rollouts"]
+    assert (rollout["follows"], rollout["limit"]) == (follows, None)
+    assert max(map(len, groups[0]["tokens"])) <= 16_000
+    said = [
+        echo
+        for echo, text in zip(echoes, texts, strict=True)
+        if trains_summaries or text != SUMMARY
+    ]
+    tell(f"{name}: {assert_exact(vllm_server, tmp_path, groups, said)}")
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +211,6 @@ def test_an_environment_of_verifiers_is_one_exact_row(
     vllm_server: VllmServer, tmp_path: Path, name: str, tell: Callable[[str], None]
 ) -> None:
     texts = VERIFIERS[name]
-    groups, echoes = played(vllm_server, tmp_path, texts, 2, "--env", f"verifiers:{name}")
+    groups, echoes = played(vllm_server, tmp_path, saying(texts), 2, "--env", f"verifiers:{name}")
     assert ends(groups) == [(1, len(texts), None)] * 2
     tell(f"verifiers, {name}: {assert_exact(vllm_server, tmp_path, groups, echoes)}")
