@@ -81,8 +81,9 @@ def running_vllm(
     sees: str = "",
     model: Path | None = None,
     more: Sequence[str] = (),
+    port: int | None = None,
 ) -> Iterator[VllmServer]:
-    """Makes the model in `folder` and serves it on a free port.
+    """Makes the model in `folder` and serves it on `port`, or a free one.
 
     Args:
         learning: sampling can be paused, and it takes new weights and LoRA adapters.
@@ -115,7 +116,7 @@ def running_vllm(
         made = [python, "-m", "support.tiny_vlm", model_folder, sees]
     if model is None:
         subprocess.run(made, check=True, env=environ, capture_output=True, cwd=script.parents[1])
-    port = free_port()
+    port = port or free_port()
     log = folder / "vllm.log"
     command: list[str | Path] = [
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
