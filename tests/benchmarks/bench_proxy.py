@@ -67,8 +67,6 @@ CASES = [
     Case("httpx, streamed", "httpx", streamed=True),
     Case("chat, whole", "chat", budget_ms=0.8),
     Case("chat, streamed", "chat", streamed=True, budget_ms=3.0),
-    Case("floor of tokens, goes on, whole", "floor", goes_on=True),
-    Case("floor of tokens, goes on, tools, whole", "floor", tools=True, goes_on=True),
     Case("tokens, first call", "tokens", budget_ms=2.0),
     Case("tokens, goes on, whole", "tokens", goes_on=True, budget_ms=2.5),
     Case("tokens, goes on, streamed", "tokens", streamed=True, goes_on=True, budget_ms=5.0),
@@ -267,7 +265,7 @@ def main() -> None:
     with ExitStack() as stack:
         house = House(stack, cores)
         instant, timed = house.start_engine()
-        house.start(["chat", "tokens", "httpx", "floor"], instant)
+        house.start(["chat", "tokens", "httpx"], instant)
         house.start(["chat", "httpx"], timed)
         pin(cores.load)
         show(uvloop.run(table_at_once(house, instant, words.quick, missed)))

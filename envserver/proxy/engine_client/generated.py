@@ -120,17 +120,14 @@ class _Choice(TypedDict, total=False):
 
 
 class BareGenerated(TypedDict, total=False):
-    """A whole answer without texts and alternatives of tokens, for agents that do not ask for them.
-
-    Its prompt is kept as JSON, and mostly compared as such.
-    """
+    """A whole answer without texts and alternatives of tokens, which most agents do not want."""
 
     request_id: str | None
     created: _Number
     model: str | None
     choices: list[_Choice]
     usage: dict[str, _Number | dict[str, _Number]]
-    prompt_token_ids: msgspec.Raw
+    prompt_token_ids: Any
     prompt_logprobs: None
     mm_placeholders: Any
     error: Any
@@ -143,7 +140,7 @@ class BareGeneratedChunk(TypedDict, total=False):
     request_id: str | None
     choices: list[_Choice]
     usage: dict[str, _Number | dict[str, _Number]] | None
-    prompt_token_ids: msgspec.Raw
+    prompt_token_ids: Any
     mm_placeholders: Any
     error: Any
     object: Any
@@ -166,12 +163,6 @@ class SentPrompt(NamedTuple):
         return b"" if self.grids else self.json
 
     def check(self, answer: ChatAnswer, where: str) -> list[Range]:
-        echo = answer.get("prompt_token_ids")
-        if isinstance(echo, msgspec.Raw):
-            try:
-                answer["prompt_token_ids"] = orjson.loads(bytes(echo))
-            except orjson.JSONDecodeError:
-                raise EngineGarbage(f"{where} holds no prompt_token_ids.") from None
         if not self.grids or self.image_token is None:
             check_prompt(answer, self.ids, where)
             return []
