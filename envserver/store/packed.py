@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from envserver_records.errors import TooLargeError
@@ -176,11 +176,15 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(group: Group) -> GroupFacts:
-    rollouts = group.trajectories
+    rewards = [rollout.score.reward for rollout in group.trajectories]
+    facts = facts_of_rewards(rewards, group.task_id, group.reward_range)
+    return with_use(facts, group, group.trajectories)
+
+
+def with_use(facts: GroupFacts, group: Any, rollouts: Sequence[Any]) -> GroupFacts:
+    """Adds what has the same names in a `Group` and in a line of a file."""
     return msgspec.structs.replace(
-        facts_of_rewards(
-            [rollout.score.reward for rollout in rollouts], group.task_id, group.reward_range
-        ),
+        facts,
         split=group.split,
         model=group.model,
         turns=max((rollout.turns for rollout in rollouts), default=0),

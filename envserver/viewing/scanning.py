@@ -6,7 +6,6 @@ follow each other are one group.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Final
@@ -21,7 +20,7 @@ from ..export.stored import group_of, group_record, names_of_foreign
 from ..export.stored_sources import decoded, is_json, opened
 from ..export.unified import FINALIZE, json_text, problems_of_trace, unified_of_trace
 from ..formats.atropos import NOT_TRAINED
-from ..store.packed import GroupFacts, facts_of_rewards
+from ..store.packed import GroupFacts, facts_of_rewards, with_use
 
 
 class LineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,17 +102,8 @@ def _facts(line: _Line, place: str) -> LineFacts:
     origin = line.envserver or _adopted(line, place)
     rollouts, bounds = origin.rollouts, origin.reward_range
     solves = range_from_json(bounds) if bounds is not None else None
-    facts = msgspec.structs.replace(
-        facts_of_rewards([rollout.reward for rollout in rollouts], origin.task_id, solves),
-        split=origin.split,
-        model=origin.model,
-        turns=max((rollout.turns for rollout in rollouts), default=0),
-        completion_tokens=sum(rollout.usage.completion_tokens for rollout in rollouts),
-        truncated=sum(rollout.truncated for rollout in rollouts),
-        seconds=max((rollout.usage.seconds for rollout in rollouts), default=0.0),
-        flags=sorted({flag for rollout in rollouts for flag in rollout.flags}),
-        ends=dict(Counter(rollout.usage.ended_by for rollout in rollouts)),
-    )
+    rewards = [rollout.reward for rollout in rollouts]
+    facts = with_use(facts_of_rewards(rewards, origin.task_id, solves), origin, rollouts)
     return LineFacts(
         group_id=origin.group_id or names_of_foreign(None, None, place)[1],
         env=origin.env,

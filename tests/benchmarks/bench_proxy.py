@@ -143,12 +143,6 @@ class House:
         return self._stack.enter_context(running(path, *words, folder=self._folder, program=python))
 
 
-def model_of(root: str) -> str:
-    """The first model of a real engine."""
-    with urllib.request.urlopen(f"{root}/v1/models") as answer:
-        return str(orjson.loads(answer.read())["data"][0]["id"])
-
-
 class Cost(NamedTuple):
     """One measurement; `cpu_ms` is the proxy's for each call."""
 
