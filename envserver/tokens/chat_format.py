@@ -23,7 +23,7 @@ from envserver_records.records import Message, Tokens
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..models.probe import Echo
@@ -117,6 +117,14 @@ class _Environment(ImmutableSandboxedEnvironment):
         if type(obj) is LoopContext and attribute in _OF_LOOPS:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        # What jinja does with the template's own macros, without asking first what they are.
+        if type(__obj) is not Macro:
+            return super().call(__context, __obj, *args, **kwargs)
+        for name in ("_block_vars", "_loop_vars"):
+            kwargs.pop(name, None)
+        return __obj(__context.eval_ctx, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and (abs(left) > _LONGEST_REPEAT or abs(right) > 64):
