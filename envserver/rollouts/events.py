@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 class RolloutFailed(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt failed. `final`: it is not retried, the rollout is lost. `turns`, `tokens`,
-    `messages`: see `RolloutError`."""
+    `messages`: see `RolloutError`; messages of the last attempt, or where calls are kept."""
 
     group_id: str
     index: int
@@ -273,7 +273,7 @@ class GroupFailures:
                 at=time.time(),
                 turns=error.turns,
                 tokens=error.tokens,
-                messages=[*error.messages],
+                messages=[*error.messages] if final or self.keep_messages else [],
             )
         )
         return failure

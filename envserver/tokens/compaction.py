@@ -15,6 +15,8 @@ follows another one of the same agent and model only where the record leaves no 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
 
 from envserver_records.records import Call, Message, Sequence
 from envserver_records.tasks import CompactionRewards, text_of
@@ -26,6 +28,8 @@ _LINE = 24
 """Characters of a line that is not said twice by chance."""
 _BEGINNING = 4
 """Messages of a conversation, besides those of the system, among which its summary is."""
+_LINES, _TOLD = 8, 50_000
+"""The longest lines of an answer, and the characters of a message, that are looked at."""
 
 
 def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRewards) -> None:
@@ -38,12 +42,13 @@ def mark_compaction(rows: list[Sequence], calls: list[Call], rule: CompactionRew
     earlier: dict[int, int] = {}
     heads = [*range(len(talks))]  # the first conversation of all that each one follows
     for late, (first, *_) in enumerate(talks):
+        heard = cache(partial(_heard, first, calls))
         likely = [
             (same_task, ends[early], early)
             for early in range(late)
             if ends[early] <= first.started_at
             and early not in earlier.values()
-            and (same_task := _same_task(talks[early], first, calls)) is not None
+            and (same_task := _same_task(talks[early], first, heard)) is not None
             and (
                 same_task
                 or not any(
@@ -94,7 +99,9 @@ def _continues(call: Call, earlier: Call) -> bool:
     return bool(said) and _part(call)[: len(said)] == said and _agent(call) == _agent(earlier)
 
 
-def _same_task(talk: list[Call], first: Call, calls: list[Call]) -> bool | None:
+def _same_task(
+    talk: list[Call], first: Call, heard: Callable[[], list[tuple[float, str]]]
+) -> bool | None:
     """Returns whether `first` begins with the same user message as `talk`, or only has its system
     message and tools; None: it does not follow `talk`."""
     said, begins = _part(talk[-1]), _part(first)
@@ -105,21 +112,25 @@ def _same_task(talk: list[Call], first: Call, calls: list[Call]) -> bool | None:
     same_task = said[:1] == begins[:1]
     if same_task or setups[0] != setups[1] or setups[0] == ([], []):
         return same_task or None
-    return False if ended or _is_told(talk, begins, first, calls) else None
+    if ended:
+        return False
+    begun, known = talk[0].started_at, "\n".join(map(text_of, talk[0].messages))
+    return False if any(begun < at and line not in known for at, line in heard()) else None
 
 
-def _is_told(talk: list[Call], begins: list[Message], first: Call, calls: list[Call]) -> bool:
-    """Returns whether a conversation begins with a line that a call said after `talk` had begun."""
-    told = "\n".join(map(text_of, begins[:_BEGINNING]))
-    known = "\n".join(map(text_of, talk[0].messages))
-    lines = (
-        line
-        for call in calls
-        if talk[0].started_at < call.started_at + call.seconds <= first.started_at
-        for line in text_of(call.message).splitlines()
-        if len(line) >= _LINE
+def _heard(first: Call, calls: list[Call]) -> list[tuple[float, str]]:
+    """Returns the lines of earlier answers with which a conversation begins, and when they came."""
+    told = "\n".join(text_of(message)[:_TOLD] for message in _part(first)[:_BEGINNING])
+    answers = (
+        (call.started_at + call.seconds, text_of(call.message).splitlines()) for call in calls
     )
-    return any(line in told and line not in known for line in lines)
+    return [
+        (at, line)
+        for at, lines in answers
+        if at <= first.started_at
+        for line in sorted(lines, key=len)[-_LINES:]
+        if len(line) >= _LINE and line in told
+    ]
 
 
 def _agent(call: Call) -> tuple[str | None, str]:
