@@ -41,7 +41,7 @@ from pydantic import (
 )
 from rich.console import Console
 
-from envserver_clients.training.metrics import HELD_OUT, Line, read_lines, write_held_out
+from envserver_clients.training.metrics import HELD_OUT, read_lines, write_held_out
 from envserver_clients.training.settings import end_at_sigterm, end_with_parent, run_command
 
 _CONFIGS: Final = Path(__file__).parent / "training"
@@ -319,7 +319,8 @@ def _port(address: str) -> str:
 
 
 def _show(settings: LearnSettings, console: Console) -> None:
-    lines = [line for line in read_lines(settings.output / "metrics.jsonl") if _has_reward(line)]
+    path = settings.output / "metrics.jsonl"
+    lines = [line for line in read_lines(path) if "reward_mean" in line]
     if not lines:
         return
     rewards = [line["reward_mean"] for line in lines]
@@ -334,10 +335,6 @@ def _show(settings: LearnSettings, console: Console) -> None:
         curve = ", ".join(f"{line['reward_mean']:.2f} ({line['version']})" for line in held_out)
         console.print(f"Held-out reward (version): {curve}", highlight=False)
     console.print(f"Curves: {settings.output / 'curves.png'}", highlight=False)
-
-
-def _has_reward(line: Line) -> bool:
-    return "reward_mean" in line
 
 
 def _picture(rewards: Sequence[float]) -> str:

@@ -416,9 +416,6 @@ def _complain(message: str, hint: str = "") -> None:
     from ..telemetry.redaction import printable
 
     message, hint = printable(message, keep="\n\t"), printable(hint, keep="\n\t")
-    red, plain = ("\033[31m", "\033[0m") if _colors() else ("", "")
+    coloured = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    red, plain = ("\033[31m", "\033[0m") if coloured else ("", "")
     print(f"{red}envserver: {message}{plain}{f' {hint}' if hint else ''}", file=sys.stderr)
-
-
-def _colors() -> bool:
-    return sys.stderr.isatty() and "NO_COLOR" not in os.environ

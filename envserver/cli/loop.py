@@ -37,8 +37,6 @@ _THRESHOLDS = 2_000, 5, 200
 """Allocations before the youngest objects are looked through (an answer of 64 tokens with logprobs
 makes some hundred), and how often before the next generations are."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT_BYTES, _LARGE_BYTES = 2**28, 2**25
-_TRIM_SECONDS = 1.0
 _BUSY_SECONDS = 0.02
 """CPU time that a process takes at least between two trims."""
 
@@ -82,13 +80,13 @@ def trim_regularly() -> None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "malloc_trim"):  # other C libraries have none
         return
-    library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    library.mallopt(_M_TRIM_THRESHOLD, 2**28)
+    library.mallopt(_M_MMAP_THRESHOLD, 2**25)
 
     def trim() -> None:
         used = 0.0
         while True:
-            time.sleep(_TRIM_SECONDS)
+            time.sleep(1.0)
             if time.process_time() - used > _BUSY_SECONDS:
                 library.malloc_trim(0)
                 used = time.process_time()

@@ -162,8 +162,8 @@ def _launch_claude_code(session: Session) -> Launch:
 def _claudes_window(context: int | None) -> dict[str, str]:
     """Has it compact before the context is full: it takes unknown models for one of 200,000 tokens,
     and compacts at a share of these."""
-    share = 100 * _FULL * (context or _CLAUDES_WINDOW) / _CLAUDES_WINDOW
-    return {"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": f"{share:.2f}"} if share < 100 * _FULL else {}
+    share = min(1.0, (context or _CLAUDES_WINDOW) / _CLAUDES_WINDOW)
+    return {"CLAUDE_AUTOCOMPACT_PCT_OVERRIDE": f"{100 * _FULL * share:.2f}"}
 
 
 CLAUDE_CODE = Harness(

@@ -353,8 +353,8 @@ class Proxy:
                 await self._send_health(send)
             case "record":
                 require(method, "GET")
-                facts = {"context": await self._context(attempt, agent)}
-                await send_json(send, 200, record_body(attempt) | facts)
+                context = await self._context(attempt, agent)
+                await send_json(send, 200, record_body(attempt) | {"context": context})
             case "result":
                 await self._take_result(attempt, scope, receive)
                 await send_nothing(send)

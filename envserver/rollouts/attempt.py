@@ -246,7 +246,7 @@ async def run_attempt(
     try:
         return await _run(context, spec, attempt, blames_model)
     except RolloutError as error:
-        counted = counted_calls([*attempt.calls], spec)
+        counted = counted_calls(attempt.calls, spec)
         error.turns, error.tokens = _turns(counted), _sampled(counted)
         if counted and context.environment.config.include_messages:
             last = main_call(counted, spec.agents) or counted[-1]
@@ -290,8 +290,7 @@ async def _run(
     counted = counted_calls(calls, spec)
     trained = [call for call in calls if call.trained]
     config = context.environment.config
-    rule = config.compaction_rewards
-    work = partial(_built, attempt, calls, trained, context.actions, rule)
+    work = partial(_built, attempt, calls, trained, context.actions, config.compaction_rewards)
     # A millisecond is not worth the way to a thread and back.
     built = work() if _is_short(trained) else await asyncio.to_thread(work)
     sequences, timings, images = built

@@ -102,8 +102,7 @@ def _facts(line: _Line, place: str) -> LineFacts:
     origin = line.envserver or _adopted(line, place)
     rollouts, bounds = origin.rollouts, origin.reward_range
     solves = range_from_json(bounds) if bounds is not None else None
-    rewards = [rollout.reward for rollout in rollouts]
-    facts = with_use(facts_of_rewards(rewards, origin.task_id, solves), origin, rollouts)
+    facts = facts_of_rewards([rollout.reward for rollout in rollouts], origin.task_id, solves)
     return LineFacts(
         group_id=origin.group_id or names_of_foreign(None, None, place)[1],
         env=origin.env,
@@ -112,7 +111,7 @@ def _facts(line: _Line, place: str) -> LineFacts:
         max_length=max(lengths, default=0),
         policy_version=origin.policy_version,
         created_at=origin.created_at,
-        facts=facts,
+        facts=with_use(facts, origin, rollouts),
     )
 
 

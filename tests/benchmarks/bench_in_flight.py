@@ -48,13 +48,14 @@ def measured(server: Server, rollouts: int, step: int) -> list[list[float]]:
 @contextmanager
 def simulated(call_seconds: float, folder: Path) -> Iterator[str]:
     """The URL of an engine whose calls take about so long, by the lengths of its answers."""
-    settings = {
-        "context_tokens": 2**18,
-        "latency_seconds": call_seconds / 2,
-        "seconds_per_token": call_seconds / 100,
-    }
-    pairs = [word for name, value in settings.items() for word in (f"--sim.{name}", value)]
-    with running("models", "sim", "--port", 0, *pairs, folder=folder) as process:
+    times = (
+        "--sim.latency_seconds",
+        call_seconds / 2,
+        "--sim.seconds_per_token",
+        call_seconds / 100,
+    )
+    words = ("models", "sim", "--port", 0, "--sim.context_tokens", 2**18, *times)
+    with running(*words, folder=folder) as process:
         yield process.wait_for(r"(http://127\.0\.0\.1:\d+)")[1]
 
 

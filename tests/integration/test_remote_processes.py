@@ -91,9 +91,8 @@ def end(joiner: Running) -> None:
 
 def test_long_rollouts_go_on_while_their_server_is_away(tmp_path: Path) -> None:
     house, port = House(tmp_path), free_port()
-    slow = ("--port", port, "--sim.latency_seconds", 0.2)
     with (
-        running("models", "sim", *slow, folder=tmp_path) as engine,
+        running("models", "sim", "--port", port, folder=tmp_path) as engine,
         relay(f"http://127.0.0.1:{port}") as (engine_url, answers),
         ExitStack() as stack,
     ):
